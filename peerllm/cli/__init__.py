@@ -1,0 +1,1 @@
+"""The `peerllm` command: one file for each subcommand."""

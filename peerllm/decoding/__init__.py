@@ -1,0 +1,1 @@
+"""Sans-I/O: rounds, how far to draft, stops and limits, recovery. No sockets, clocks or tensors."""

@@ -1,0 +1,1 @@
+"""torch: slices, cache, graphs, draft models, noise, sampling and acceptance, wire codec, the worker."""

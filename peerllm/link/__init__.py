@@ -1,0 +1,1 @@
+"""ICE, DTLS, SCTP, frames, liveness, reconnect: one authenticated channel between two peers."""

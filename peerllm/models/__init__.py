@@ -1,0 +1,1 @@
+"""Find, fetch, convert and slice weights; the tokenizer."""

@@ -1,0 +1,1 @@
+"""Room codes, SPAKE2, sealed signaling."""

@@ -1,0 +1,1 @@
+"""The round's time ledger, metrics, logging."""

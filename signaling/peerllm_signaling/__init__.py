@@ -1,0 +1,1 @@
+"""Rooms over WebSocket: the server learns numbers, addresses and times, and nothing of what is said."""
