@@ -1,0 +1,127 @@
+"""How far to draft. A candidate costs time whether it is right or not; a round costs a round trip whatever its length.
+
+With a chance a that a candidate is right, K candidates give (1 - a^(K+1)) / (1 - a) tokens a round (Leviathan et al.,
+2023, equation 1), and a round takes t0 + K t1. Both are measured as rounds go by, and K is what gives the most tokens a
+second; where no K beats 0 by more than the noise, plain decoding it is, with a cheap probe now and then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class DraftLengthPolicy(Protocol):
+    def choose(self) -> tuple[int, float]:
+        """(most candidates, probability below which the drafter stops) for the next block."""
+        ...
+
+    def observe(self, drafted: int, accepted: int, seconds: float) -> None:
+        """A round that took `seconds` in all: `accepted` of `drafted` candidates were right."""
+        ...
+
+
+@dataclass
+class FixedDraftLength:
+    """K as the user set it."""
+
+    length: int
+
+    def choose(self) -> tuple[int, float]:
+        return self.length, 0.0
+
+    def observe(self, drafted: int, accepted: int, seconds: float) -> None:
+        pass
+
+
+class AdaptiveDraftLength:
+    """K that gives the most tokens a second, from what the last rounds took and gave."""
+
+    FIRST_LENGTH = 4
+    FORGET = 0.94
+    """Weight that a round keeps with each later one: about 16 rounds are remembered."""
+    MARGIN = 1.03
+    """What K > 0 has to promise over plain decoding, so that noise does not choose it."""
+    FIRST_PROBE = 32
+    """Plain rounds before the first probe, one candidate; each that finds nothing doubles the wait, so that all of them
+    together stay under the 5 percent that speculation may lose on the worst text."""
+    LAST_PROBE = 256
+
+    def __init__(self, max_length: int) -> None:
+        self._max_length = max_length
+        self._right = 1.5
+        self._tried = 2.0  # a prior worth two trials: 0.75, so that the first rounds draft
+        self._fit = _LineFit(self.FORGET)
+        self._plain_rounds = 0
+        self._probe_after = self.FIRST_PROBE
+
+    @property
+    def acceptance(self) -> float:
+        """The chance that a candidate is right, given that those before it were."""
+        return min(0.995, self._right / self._tried)
+
+    def choose(self) -> tuple[int, float]:
+        if not self._fit.is_known:
+            # Two block lengths are needed before a round's cost has a slope.
+            return min(self.FIRST_LENGTH if self._fit.count != 1 else self.FIRST_LENGTH // 2, self._max_length), 0.0
+        base, slope = self._fit.line()
+        best, best_rate = 0, self.MARGIN / base
+        tokens, chance = 1.0, 1.0
+        for length in range(1, self._max_length + 1):
+            chance *= self.acceptance
+            tokens += chance
+            rate = tokens / (base + length * slope)
+            if rate > best_rate:
+                best, best_rate = length, rate
+        if best == 0:
+            self._plain_rounds += 1
+            if self._plain_rounds >= self._probe_after:
+                self._plain_rounds = 0
+                self._probe_after = min(2 * self._probe_after, self.LAST_PROBE)
+                return min(1, self._max_length), 0.0
+            return 0, 0.0
+        self._plain_rounds, self._probe_after = 0, self.FIRST_PROBE
+        # A candidate less likely than this costs more time than the tokens it may give.
+        return best, min(0.9, max(0.0, slope * best_rate))
+
+    def observe(self, drafted: int, accepted: int, seconds: float) -> None:
+        if drafted:
+            self._right = self._right * self.FORGET + accepted
+            self._tried = self._tried * self.FORGET + min(drafted, accepted + 1)
+        self._fit.add(drafted, seconds)
+
+
+class _LineFit:
+    """Least squares for seconds = base + slope * candidates, older rounds weighing less."""
+
+    ALIKE = 0.05
+    """Variance of the block lengths below which they say nothing of the slope; the last known one stays."""
+
+    def __init__(self, forget: float) -> None:
+        self._forget = forget
+        self._slope: float | None = None
+        self.count = 0
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        keep = self._forget
+        self.count += 1
+        self._n = self._n * keep + 1.0
+        self._x = self._x * keep + x
+        self._y = self._y * keep + y
+        self._xx = self._xx * keep + x * x
+        self._xy = self._xy * keep + x * y
+        mean_x, mean_y = self._x / self._n, self._y / self._n
+        spread = self._xx / self._n - mean_x * mean_x
+        if spread >= self.ALIKE:
+            self._slope = max((self._xy / self._n - mean_x * mean_y) / spread, 0.002 * mean_y)
+
+    @property
+    def is_known(self) -> bool:
+        return self.count >= 2
+
+    def line(self) -> tuple[float, float]:
+        """(seconds of a round without candidates, seconds more for each): both positive."""
+        mean_x, mean_y = self._x / self._n, self._y / self._n
+        slope = 0.05 * mean_y if self._slope is None else self._slope
+        return max(mean_y - slope * mean_x, 0.2 * mean_y), slope

@@ -1,0 +1,42 @@
+import random
+
+import pytest
+
+from peerllm.decoding.draft_length import AdaptiveDraftLength, FixedDraftLength
+
+
+def run(
+    policy: AdaptiveDraftLength, *, acceptance: float, base: float, slope: float, rounds: int = 600
+) -> tuple[float, float]:
+    """(tokens a second with the policy, without speculation) in a simulated round of `base + slope * K` seconds."""
+    chance = random.Random(7)
+    tokens, seconds = 0, 0.0
+    for _ in range(rounds):
+        drafted, _ = policy.choose()
+        accepted = 0
+        while accepted < drafted and chance.random() < acceptance:
+            accepted += 1
+        took = (base + slope * drafted) * chance.uniform(0.97, 1.06)
+        policy.observe(drafted, accepted, took)
+        tokens += accepted + 1
+        seconds += took
+    return tokens / seconds, 1 / (base * 1.015)
+
+
+@pytest.mark.parametrize(("base", "slope"), [(0.1, 0.005), (0.1, 0.02), (0.02, 0.02), (0.3, 0.03)])
+def test_speculation_is_never_much_slower_than_plain_decoding(base: float, slope: float) -> None:
+    # bugs.md 15: a fixed K made speculation 40% slower than none.
+    for acceptance in (0.0, 0.05, 0.2):
+        rate, plain = run(AdaptiveDraftLength(16), acceptance=acceptance, base=base, slope=slope)
+        assert rate > 0.95 * plain, (acceptance, rate, plain)
+
+
+def test_a_good_draft_over_a_slow_network_drafts_far() -> None:
+    rate, plain = run(AdaptiveDraftLength(16), acceptance=0.85, base=0.1, slope=0.004)
+    assert rate > 3.5 * plain
+
+
+def test_a_fixed_length_stays() -> None:
+    policy = FixedDraftLength(8)
+    policy.observe(8, 0, 1.0)
+    assert policy.choose() == (8, 0.0)
