@@ -16,8 +16,10 @@
     ├── ModelError             a model, a draft, or a division of layers that cannot work
     │   ├── ModelNotFound, ModelUnsupported, ModelMismatch, LayersMismatch, DraftMismatch
     │   └── NotEnoughMemory
-    └── EngineError            the worker that computes
-        └── WorkerDied, WorkerHung, NonFinite
+    ├── EngineError            the worker that computes
+    │   └── WorkerDied, WorkerHung, NonFinite
+    └── SocketError            the local Unix socket cannot be had
+        └── NoDaemon           nobody listens on it
 
 A message says what happened, to whom, and what to do. `code` is stable and travels over links and the API; `status` is
 the HTTP status that the local API answers with.
@@ -156,6 +158,15 @@ class WorkerHung(EngineError):
 
 class NonFinite(EngineError):
     code = "non_finite"
+
+
+class SocketError(PeerllmError):
+    code = "socket_error"
+    status = 503
+
+
+class NoDaemon(SocketError):
+    code = "no_daemon"
 
 
 def _tree(root: type[PeerllmError]) -> dict[str, type[PeerllmError]]:

@@ -44,7 +44,37 @@ MAX_API_CLIENTS = 32
 MAX_QUEUED_REQUESTS = 64
 """Requests that wait for their turn; one more is answered 429."""
 CLIENT_STALL_SECONDS = 30.0
-"""A client that takes nothing from its socket for so long is dropped."""
+"""A client that does not empty its socket, or does not send a whole request, in so long is dropped."""
+SSE_KEEPALIVE_SECONDS = 5.0
+"""A stream that has nothing to say sends a comment so often. The first one also ends the time in which an error can
+still have an HTTP status of its own."""
+RETRY_AFTER_SECONDS = 2
+"""What a 429 tells the client to wait: about one short answer."""
+API_CLOSE_SECONDS = 1.0
+"""How long a closing daemon waits for clients to take their last event."""
+MAX_SOCKET_PATH_BYTES = 107
+"""sockaddr_un's sun_path on Linux, less its terminating zero."""
+DEFAULT_COMPLETION_TOKENS = 16
+"""`max_tokens` of /v1/completions where the request has none, as OpenAI's API has it."""
+RANDOM_SEED_BITS = 53
+"""A seed of our choosing survives JSON readers that hold numbers as doubles."""
+
+# --- The command line ---------------------------------------------------------------------------------------------
+DAEMON_CONNECT_SECONDS = 5.0
+DAEMON_SILENCE_SECONDS = 60.0
+"""A daemon whose stream carries not even a keep-alive comment for so long is stuck."""
+PROGRESS_SECONDS = 1.0
+"""What takes longer than this shows progress."""
+
+# --- Telemetry ------------------------------------------------------------------------------------------------------
+MAX_LEDGER_ROUNDS = 4096
+"""Rounds of which a ledger keeps the times, for its medians; its counts go on."""
+WATCHDOG_SECONDS = 0.005
+"""How often the event loop's watchdog looks at the clock: a tenth of LOOP_BLOCKED_SECONDS."""
+
+# --- The engine -----------------------------------------------------------------------------------------------------
+MAX_SESSIONS = 4
+"""Sequences that an engine holds at once: each takes a whole context's keys and values."""
 
 # --- The worker's pipe ----------------------------------------------------------------------------------------------
 MAX_PIPE_HEADER_BYTES = 2 * MIB
@@ -54,8 +84,31 @@ MAX_PIPE_FRAME_BYTES = 8 * MIB
 MAX_SIGNALING_BYTES = 16 * KIB
 MAX_REMOTE_CANDIDATES = 16
 
+# --- One link -------------------------------------------------------------------------------------------------------
+MAX_HELLO_BYTES = 8 * KIB
+"""A HELLO's body: it has to fit one slice, before anything else is known of the other side."""
+MIN_HELLO_BYTES = 1024
+"""A shorter HELLO is padded to this, so that a path too narrow for a full packet is found before a block vanishes in it."""
+MESSAGE_OVERHEAD_BYTES = 64
+"""What a message counts against MAX_UNPROCESSED_BYTES beside its bytes: a flood of empty ones is bounded too."""
+MAX_BULK_BYTES = MAX_UNPROCESSED_BYTES * 3 // 4
+"""The share of MAX_UNPROCESSED_BYTES that prefill may take: a round always finds room."""
+MAX_ATTEMPTS = 4
+"""Connections that are being made at the same time for one link; the oldest gives way."""
+
 # --- Time, seconds ----------------------------------------------------------------------------------------------------
+SIGNALING_SECONDS = 4.0
+"""From the begin of an attempt to the other side's description."""
+ICE_SECONDS = 6.0
+"""From then to an open data channel: ICE, DTLS and SCTP."""
 HELLO_SECONDS = 5.0
+LINK_START_SECONDS = 14.0
+"""The first connection, all attempts together; a clear message within 15 s is promised."""
+LINK_CLOSE_SECONDS = 2.0
+FIRST_ATTEMPT_SECONDS = 3.0
+"""At the start another attempt begins beside one that is so old."""
+REPLACEMENT_SECONDS = 1.0
+"""The same for a link that was UP before: one attempt a second."""
 PING_SECONDS = 1.0
 SUSPECT_SECONDS = 3.0
 DOWN_SECONDS = 10.0
