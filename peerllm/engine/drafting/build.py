@@ -1,0 +1,68 @@
+"""From what a user names (`none`, `ngram`, `model:PATH`) to a drafter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from peerllm.engine.drafting.base import Drafter, NoDrafter
+from peerllm.engine.drafting.model import ModelDrafter
+from peerllm.engine.drafting.ngram import NgramDrafter
+from peerllm.engine.slice import ModelSlice, read_config
+from peerllm.engine.tokens import vocabulary_of
+from peerllm.engine.weights import Progress, load_weights
+from peerllm.protocol import limits
+from peerllm.protocol.errors import BadRequest, DraftMismatch
+from peerllm.protocol.identity import LayerRange
+
+
+def build_drafter(
+    spec: str,
+    target: Path | str,
+    *,
+    vocabulary: int,
+    slots: int,
+    context: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: Progress,
+) -> Drafter:
+    """The drafter that `spec` names, for the target model in the folder `target`.
+
+    Raises:
+        BadRequest: `spec` is none of the three forms.
+        DraftMismatch: the draft model's tokenizer is another.
+        ModelError: the draft model cannot be loaded.
+    """
+    if spec == "none":
+        return NoDrafter()
+    if spec == "ngram":
+        return NgramDrafter()
+    kind, _, path = spec.partition(":")
+    if kind != "model" or not path:
+        raise BadRequest(f"a draft is none, ngram or model:PATH; got {spec[:64]!r}", param="draft")
+    check_same_tokenizer(target, path)
+    config = read_config(path)
+    part = ModelSlice(config, LayerRange(0, config.num_hidden_layers))
+    load_weights(part, path, dtype, device, lambda _, fraction: progress("reading the draft model", fraction))
+    # The last block may reach the context's end; a draft that ends earlier than the target would stop helping there.
+    capacity = context + limits.MAX_CANDIDATES + 1
+    part.prepare(capacity)
+    return ModelDrafter(part, part.make_cache(slots=slots, capacity=capacity), vocabulary)
+
+
+def check_same_tokenizer(target: Path | str, draft: Path | str) -> None:
+    """Token ids must mean the same text in both models. Sizes of the embeddings may differ by padding.
+
+    Raises:
+        DraftMismatch: with the first difference.
+    """
+    ours, theirs = vocabulary_of(target), vocabulary_of(draft)
+    if ours == theirs:
+        return
+    different = sorted(ours.items() ^ theirs.items(), key=lambda item: (item[1], item[0]))[0]
+    raise DraftMismatch(
+        f"the draft model's tokenizer is not the target's: they differ at token {different[1]} "
+        f"({different[0]!r}); choose a draft of the same family"
+    )

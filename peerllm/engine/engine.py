@@ -1,0 +1,336 @@
+"""One peer's engine: its slice of the target, its sessions, its drafter. One method for each operation of the worker.
+
+In-process and without pipes, so that a test can put two of them face to face. The invariants are design.md's: a
+sequence of n committed tokens has n - 1 rows in every cache before a round; row 0 of a block is token n - 1; a block is
+taken in whole, and the next round's start says how much of it stays.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peerllm.engine import codec
+from peerllm.engine.drafting.base import Drafter, NoDrafter
+from peerllm.engine.drafting.build import build_drafter
+from peerllm.engine.results import Drafted, Loaded, Prefilled, Stopwatch, Verified
+from peerllm.engine.sampling import judge
+from peerllm.engine.slice import ModelSlice, read_config
+from peerllm.engine.weights import Progress, load_weights
+from peerllm.protocol import limits
+from peerllm.protocol.errors import BadRequest, ContextTooLong, EngineError, Overloaded, ProtocolError
+from peerllm.protocol.identity import LayerRange
+from peerllm.protocol.requests import Sampling
+
+
+@dataclass(slots=True)
+class _Session:
+    slot: int
+    sampling: Sampling
+    tokens: list[int] = field(default_factory=list)
+    """What is committed, as far as this engine was told; empty beyond the first slice."""
+
+
+def _silent(stage: str, fraction: float) -> None:
+    pass
+
+
+class Engine:
+    """A loaded slice and its sessions. Not thread-safe: one operation at a time.
+
+    Args:
+        part: the slice, with its weights.
+        context: positions in a sequence.
+        wire_codec: how hidden states are encoded on the wire.
+        dtype: the dtype's name, of the weights and of `exact` hidden states.
+        slots: sessions at once.
+        drafter: on the first slice; None drafts nothing.
+    """
+
+    def __init__(
+        self,
+        part: ModelSlice,
+        *,
+        context: int,
+        wire_codec: str,
+        dtype: str,
+        slots: int = limits.MAX_SESSIONS,
+        drafter: Drafter | None = None,
+    ) -> None:
+        self.part = part
+        self.context = context
+        self.drafter: Drafter = NoDrafter() if drafter is None else drafter
+        self._codec = wire_codec
+        self._dtype = dtype
+        # Graphs pad blocks to a bucket: what they write past the end must still be inside.
+        capacity = context + limits.MAX_CANDIDATES + 1
+        part.prepare(capacity)
+        self._cache = part.make_cache(slots=slots, capacity=capacity)
+        self._sessions: dict[int, _Session] = {}
+        self._free = list(range(slots))
+        self.loaded = Loaded(context, part.shape.vocabulary, part.shape.width, bytes=self._bytes())
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path | str,
+        layers: LayerRange,
+        *,
+        dtype: str = "float32",
+        devices: Sequence[str] = ("cpu",),
+        draft_device: str | None = None,
+        threads: int | None = None,
+        context: int | None = None,
+        wire_codec: str = "exact",
+        draft: str = "none",
+        weights: str = "unquantised",
+        slots: int = limits.MAX_SESSIONS,
+        progress: Progress = _silent,
+    ) -> Engine:
+        """Reads the slice's weights and gets ready.
+
+        Args:
+            folder: a Hugging Face folder with safetensors.
+            dtype: a name of `codec.DTYPES`.
+            devices: torch devices for the slice; the first is used.
+            draft_device: for the draft model; the slice's by default.
+            context: positions wanted; None is what the model was made for. Never more than that.
+            draft: `none`, `ngram` or `model:PATH`; only the first slice drafts.
+
+        Raises:
+            ModelError: the model, the draft or the layers cannot work, or do not fit the memory.
+            BadRequest: an argument that is none of the known ones.
+        """
+        if dtype not in codec.DTYPES:
+            raise BadRequest(f"dtype {dtype[:32]!r} is not one of {', '.join(codec.DTYPES)}", param="dtype")
+        if weights != "unquantised":
+            raise BadRequest(f"weights {weights[:32]!r} are not supported; only unquantised", param="weights")
+        if threads is not None:
+            torch.set_num_threads(max(1, threads))
+        device = torch.device(devices[0])
+        seconds: dict[str, float] = {}
+        clock = time.perf_counter()
+        config = read_config(folder)
+        part = ModelSlice(config, layers)
+        seconds["build"] = time.perf_counter() - clock
+        clock = time.perf_counter()
+        context = min(context or part.shape.max_positions, part.shape.max_positions, limits.MAX_CONTEXT)
+        load_weights(part, folder, codec.DTYPES[dtype], device, progress)
+        seconds["weights"] = time.perf_counter() - clock
+        clock = time.perf_counter()
+        drafter: Drafter | None = None
+        if part.is_first:
+            drafter = build_drafter(
+                draft,
+                folder,
+                vocabulary=part.shape.vocabulary,
+                slots=slots,
+                context=context,
+                dtype=codec.DTYPES[dtype],
+                device=draft_device or device,
+                progress=progress,
+            )
+        seconds["draft"] = time.perf_counter() - clock
+        engine = cls(part, context=context, wire_codec=wire_codec, dtype=dtype, slots=slots, drafter=drafter)
+        engine.loaded.seconds.update(seconds)
+        return engine
+
+    # --- Sessions -----------------------------------------------------------------------------------------------
+
+    def open(self, session: int, sampling: Sampling) -> None:
+        """Begins a sequence with empty caches; an older session of that number is forgotten.
+
+        Raises:
+            Overloaded: every slot is taken.
+        """
+        self.close(session)
+        if not self._free:
+            raise Overloaded(f"all {self._cache.slots} sequences that this peer can hold are in use")
+        slot = self._free.pop()
+        self._cache.rewind(slot, 0)
+        self.drafter.forget(slot)
+        self._sessions[session] = _Session(slot, sampling)
+
+    def close(self, session: int) -> None:
+        """Forgets a session; unknown ones are none the worse for it."""
+        old = self._sessions.pop(session, None)
+        if old is not None:
+            self._free.append(old.slot)
+
+    def committed_tokens(self, session: int) -> list[int]:
+        return list(self._get(session).tokens)
+
+    # --- Rounds ---------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def prefill(
+        self, session: int, start: int, *, tokens: Sequence[int] = (), rows: int = 0, payload: bytes = b""
+    ) -> Prefilled:
+        """Rows of the prompt: token ids on the first slice, `rows` encoded hidden states elsewhere.
+
+        Raises:
+            ContextTooLong: the rows do not fit.
+            ProtocolError: rows before `start` are missing, or the payload is not `rows` rows.
+            NonFinite: the layers gave hidden states that are not finite.
+        """
+        state = self._get(session)
+        watch = Stopwatch()
+        inputs = self._tokens_in(tokens) if self.part.is_first else self._rows_in(payload, rows)
+        decode_us = watch.lap_us()
+        hidden = self._run(state, start, inputs)
+        layers_us = watch.lap_us()
+        if self.part.is_first:
+            state.tokens[start:] = tokens
+        encoded = b"" if self.part.is_last else codec.encode(hidden, self._codec)
+        return Prefilled(encoded, decode_us, layers_us, watch.lap_us())
+
+    @torch.inference_mode()
+    def draft_block(
+        self,
+        session: int,
+        first: int,
+        tokens: Sequence[int],
+        draft_length: int,
+        min_probability: float = 0.0,
+    ) -> Drafted:
+        """Drafts after the committed tokens, and runs the slice over the last of them and the candidates.
+
+        Args:
+            first: the index of `tokens[0]` in the sequence; what this engine knew from there on is replaced.
+            tokens: committed tokens, up to the last.
+
+        Raises:
+            ProtocolError: tokens or rows before are missing.
+            ContextTooLong: the last committed token is at the context's end.
+        """
+        state = self._get(session)
+        self._require(self.part.is_first, "only the peer with layer 0 drafts")
+        self._require(0 <= first <= len(state.tokens), f"tokens from {first} on came; {len(state.tokens)} are here")
+        self._check_tokens(tokens)
+        state.tokens[first:] = tokens
+        self._require(len(state.tokens) > 0, "a block needs one committed token at least")
+        start = len(state.tokens) - 1
+        if start >= self.context:
+            raise ContextTooLong(f"token {start} is beyond the context of {self.context}")
+        watch = Stopwatch()
+        limit = min(draft_length, limits.MAX_CANDIDATES, self.context - start - 1)
+        proposal = self.drafter.propose(state.slot, state.tokens, limit, min_probability, state.sampling)
+        draft_us = watch.lap_us()
+        inputs = self._tokens_in([state.tokens[start], *proposal.candidates])
+        hidden = self._run(state, start, inputs)
+        layers_us = watch.lap_us()
+        payload = codec.encode(hidden, self._codec)
+        return Drafted(start, proposal.candidates, proposal.probabilities, payload, draft_us, layers_us, watch.lap_us())
+
+    @torch.inference_mode()
+    def verify(self, session: int, start: int, candidates: Sequence[int], payload: bytes) -> Verified:
+        """Judges a block: its rows `[start, start + len(candidates)]` through the last layers and the head.
+
+        Raises:
+            ProtocolError: rows before `start` are missing, the payload is not that many rows, or a candidate is no
+                token.
+            NonFinite: logits that are not finite.
+        """
+        state = self._get(session)
+        self._require(self.part.is_last, "only the peer with the last layer judges")
+        self._check_tokens(candidates)
+        watch = Stopwatch()
+        inputs = self._rows_in(payload, len(candidates) + 1)
+        decode_us = watch.lap_us()
+        hidden = self._run(state, start, inputs)
+        layers_us = watch.lap_us()
+        logits = self.part.logits(hidden)
+        accepted, next_token = judge(logits, list(candidates), start, state.sampling)
+        return Verified(accepted, next_token, decode_us, layers_us, watch.lap_us())
+
+    def forward(self, session: int, start: int, rows: int, payload: bytes) -> Prefilled:
+        """A block's rows through a middle slice. Raises as `prefill`."""
+        self._require(not self.part.is_first, "the peer with layer 0 takes tokens, not rows")
+        return self.prefill(session, start, rows=rows, payload=payload)
+
+    # --- Inside -----------------------------------------------------------------------------------------------------
+
+    def _run(self, state: _Session, start: int, inputs: torch.Tensor) -> torch.Tensor:
+        """Hidden states `[rows, width]` of `inputs` (`[rows]` tokens or `[rows, width]`) at `start`."""
+        rows = len(inputs)
+        held = self._cache.lengths[state.slot]
+        self._require(start <= held, f"rows from {start} on came; {held} are here")
+        if start + rows > self.context:
+            raise ContextTooLong(f"rows up to {start + rows} do not fit the context of {self.context}")
+        self._cache.rewind(state.slot, start)
+        if rows == 0:
+            return torch.empty(0, self.part.shape.width, dtype=self.part.dtype, device=self.part.device)
+        view = self._cache.view([state.slot], rows)
+        hidden = self.part(inputs[None], view)[0]
+        self._cache.advance([state.slot], rows)
+        return hidden
+
+    def _tokens_in(self, tokens: Sequence[int]) -> torch.Tensor:
+        self._check_tokens(tokens)
+        return torch.tensor(list(tokens), dtype=torch.int64, device=self.part.device)
+
+    def _rows_in(self, payload: bytes, rows: int) -> torch.Tensor:
+        return codec.decode(payload, self._codec, self._dtype, rows, self.part.shape.width, self.part.device)
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        # An id beyond the embedding is a device-side assert on CUDA: it must not get there.
+        vocabulary = self.part.shape.vocabulary
+        if not all(type(token) is int and 0 <= token < vocabulary for token in tokens):
+            raise ProtocolError(f"a token that is not a whole number from 0 to {vocabulary - 1}")
+
+    def _get(self, session: int) -> _Session:
+        state = self._sessions.get(session)
+        if state is None:
+            raise EngineError(f"session {session} is not open here")
+        return state
+
+    @staticmethod
+    def _require(is_met: bool, words: str) -> None:
+        if not is_met:
+            raise ProtocolError(words)
+
+    def _bytes(self) -> dict[str, int]:
+        return {
+            "weights": self.part.byte_count,
+            "cache": self._cache.byte_count,
+            "draft": self.drafter.byte_count,
+        }
+
+
+def machine() -> dict[str, Any]:
+    """What the daemon's `machine` operation answers: versions, devices with free bytes, dtypes, best first."""
+    import transformers
+
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        devices.append({"device": f"cuda:{index}", "name": name, "free_bytes": free, "total_bytes": total})
+    if devices:
+        has_bfloat16 = min(torch.cuda.get_device_capability(index) for index in range(len(devices))) >= (8, 0)
+        dtypes = ["bfloat16", "float16", "float32"] if has_bfloat16 else ["float16", "float32"]
+    else:
+        dtypes = ["float32", "bfloat16"]
+    free, total = host_memory()
+    devices.append({"device": "cpu", "name": "CPU", "free_bytes": free, "total_bytes": total})
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "devices": devices,
+        "dtypes": dtypes,
+    }
+
+
+def host_memory() -> tuple[int, int]:
+    """(available, total) bytes of this machine's memory; zeros where the kernel does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0, 0
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.split()}
+    return kib.get("MemAvailable", 0) * limits.KIB, kib.get("MemTotal", 0) * limits.KIB

@@ -1,0 +1,261 @@
+"""The worker's operations by name: maps in, maps out, as docs/architecture.md has them. No pipe and no process here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peerllm.engine.engine import Engine, machine
+from peerllm.engine.results import Prefilled
+from peerllm.engine.tokens import Tokens
+from peerllm.engine.weights import Progress
+from peerllm.protocol import limits
+from peerllm.protocol.errors import EngineError, ProtocolError
+from peerllm.protocol.fields import from_map
+from peerllm.protocol.identity import LayerRange, ModelIdentity
+from peerllm.protocol.requests import ChatMessage, Sampling
+
+Answer = tuple[dict[str, Any], bytes]
+
+
+class Operations:
+    """State between requests: the loaded engine, the tokenizer, the text streams."""
+
+    def __init__(self, *, threads: int | None, progress: Progress) -> None:
+        self._threads = threads
+        self._progress = progress
+        self._engine: Engine | None = None
+        self._tokens: Tokens | None = None
+        if threads is not None:
+            torch.set_num_threads(max(1, threads))
+        self._table: dict[str, Callable[[dict[str, Any], bytes], Answer]] = {
+            "machine": self._machine,
+            "describe": self._describe,
+            "find": self._find,
+            "fetch": self._fetch,
+            "models": self._models,
+            "load": self._load,
+            "tokenize": self._tokenize,
+            "open": self._open,
+            "prefill": self._prefill,
+            "draft_block": self._draft_block,
+            "verify": self._verify,
+            "forward": self._forward,
+            "text": self._text,
+            "close": self._close,
+        }
+
+    def perform(self, op: str, header: dict[str, Any], payload: bytes) -> Answer:
+        """One operation.
+
+        Raises:
+            PeerllmError: whatever the operation raises; ProtocolError for an unknown one or a field that is missing
+                or of the wrong kind.
+        """
+        handler = self._table.get(op)
+        if handler is None:
+            raise ProtocolError(f"operation {op[:32]!r} is not known to this worker")
+        return handler(header, payload)
+
+    # --- Models -----------------------------------------------------------------------------------------------------
+
+    def _machine(self, header: dict[str, Any], payload: bytes) -> Answer:
+        return machine(), b""
+
+    def _describe(self, header: dict[str, Any], payload: bytes) -> Answer:
+        from peerllm import models
+
+        found = models.describe(
+            _text(header, "model"),
+            revision=_optional_text(header, "revision"),
+            allow_download=bool(header.get("allow_download", False)),
+            progress=self._progress,
+        )
+        return found.to_map(), b""
+
+    def _find(self, header: dict[str, Any], payload: bytes) -> Answer:
+        from peerllm import models
+
+        found = models.find(
+            from_map(ModelIdentity, header.get("identity")),
+            _optional_text(header, "source"),
+            revision=_optional_text(header, "revision"),
+            allow_download=bool(header.get("allow_download", False)),
+            progress=self._progress,
+        )
+        return found.to_map(), b""
+
+    def _fetch(self, header: dict[str, Any], payload: bytes) -> Answer:
+        from peerllm import models
+
+        folder = models.fetch(
+            _text(header, "model"),
+            revision=_optional_text(header, "revision"),
+            layers=_layers(header),
+            progress=self._progress,
+        )
+        return {"folder": str(folder)}, b""
+
+    def _models(self, header: dict[str, Any], payload: bytes) -> Answer:
+        from peerllm import models
+
+        return {"models": models.cached_models()}, b""
+
+    def _load(self, header: dict[str, Any], payload: bytes) -> Answer:
+        folder = Path(_text(header, "folder"))
+        # What was loaded goes first: two slices need not fit at once.
+        self._engine = self._tokens = None
+        threads = header.get("threads")
+        layers = _layers(header)
+        engine = Engine.load(
+            folder,
+            layers,
+            dtype=_text(header, "dtype"),
+            devices=_text_list(header, "devices", ("cpu",)),
+            draft_device=_optional_text(header, "draft_device"),
+            threads=self._threads if threads is None else _uint(header, "threads"),
+            context=None if header.get("context") is None else _uint(header, "context"),
+            wire_codec=_text(header, "codec"),
+            draft=_optional_text(header, "draft") or "none",
+            weights=_optional_text(header, "weights") or "unquantised",
+            progress=self._progress,
+        )
+        self._tokens = Tokens(folder)
+        self._engine = engine
+        return {**asdict(engine.loaded), **self._tokens.facts()}, b""
+
+    # --- Text ---------------------------------------------------------------------------------------------------------
+
+    def _tokenize(self, header: dict[str, Any], payload: bytes) -> Answer:
+        tokens = self._need_tokens()
+        messages = header.get("messages")
+        if messages is None:
+            return {"tokens": tokens.encode_prompt(_text(header, "prompt", limits.MAX_API_BODY_BYTES))}, b""
+        if type(messages) is not list or len(messages) > limits.MAX_LIST_ITEMS:
+            raise ProtocolError("messages are not a list")
+        return {"tokens": tokens.encode_chat([from_map(ChatMessage, each) for each in messages])}, b""
+
+    def _text(self, header: dict[str, Any], payload: bytes) -> Answer:
+        session = _uint(header, "session")
+        text = self._need_tokens().text(session, _token_list(header), is_final=bool(header.get("final", False)))
+        return {"text": text}, b""
+
+    # --- Rounds -------------------------------------------------------------------------------------------------------
+
+    def _open(self, header: dict[str, Any], payload: bytes) -> Answer:
+        session = _uint(header, "session")
+        self._need_engine().open(session, from_map(Sampling, header.get("sampling", {})))
+        self._need_tokens().forget(session)
+        return {}, b""
+
+    def _close(self, header: dict[str, Any], payload: bytes) -> Answer:
+        session = _uint(header, "session")
+        if self._engine is not None:
+            self._engine.close(session)
+        if self._tokens is not None:
+            self._tokens.forget(session)
+        return {}, b""
+
+    def _prefill(self, header: dict[str, Any], payload: bytes) -> Answer:
+        engine = self._need_engine()
+        session, start = _uint(header, "session"), _uint(header, "start")
+        if engine.part.is_first:
+            return _prefilled(engine.prefill(session, start, tokens=_token_list(header)))
+        return _prefilled(engine.prefill(session, start, rows=_uint(header, "rows"), payload=payload))
+
+    def _forward(self, header: dict[str, Any], payload: bytes) -> Answer:
+        engine = self._need_engine()
+        return _prefilled(
+            engine.forward(_uint(header, "session"), _uint(header, "start"), _uint(header, "rows"), payload)
+        )
+
+    def _draft_block(self, header: dict[str, Any], payload: bytes) -> Answer:
+        drafted = self._need_engine().draft_block(
+            _uint(header, "session"),
+            _uint(header, "from"),
+            _token_list(header),
+            _uint(header, "draft_length"),
+            _real(header, "min_probability"),
+        )
+        answer = {
+            "start": drafted.start,
+            "candidates": drafted.candidates,
+            "probabilities": [round(each, 6) for each in drafted.probabilities],
+            "draft_us": drafted.draft_us,
+            "layers_us": drafted.layers_us,
+            "encode_us": drafted.encode_us,
+        }
+        return answer, drafted.payload
+
+    def _verify(self, header: dict[str, Any], payload: bytes) -> Answer:
+        verified = self._need_engine().verify(
+            _uint(header, "session"), _uint(header, "start"), _token_list(header, "candidates"), payload
+        )
+        return asdict(verified), b""
+
+    # --- Inside -------------------------------------------------------------------------------------------------------
+
+    def _need_engine(self) -> Engine:
+        if self._engine is None:
+            raise EngineError("no model is loaded in this worker")
+        return self._engine
+
+    def _need_tokens(self) -> Tokens:
+        if self._tokens is None:
+            raise EngineError("no model is loaded in this worker")
+        return self._tokens
+
+
+def _prefilled(done: Prefilled) -> Answer:
+    times = {"decode_us": done.decode_us, "layers_us": done.layers_us, "encode_us": done.encode_us}
+    return times, done.payload
+
+
+def _uint(header: dict[str, Any], name: str) -> int:
+    value = header.get(name)
+    if type(value) is not int or not 0 <= value < 1 << 64:
+        raise ProtocolError(f"{name} is not a whole number")
+    return value
+
+
+def _real(header: dict[str, Any], name: str) -> float:
+    value = header.get(name, 0.0)
+    if type(value) not in (int, float):
+        raise ProtocolError(f"{name} is not a number")
+    return float(value)
+
+
+def _text(header: dict[str, Any], name: str, most: int = limits.MAX_TEXT_CHARS) -> str:
+    value = header.get(name)
+    if type(value) is not str or len(value) > most:
+        raise ProtocolError(f"{name} is not text")
+    return value
+
+
+def _optional_text(header: dict[str, Any], name: str) -> str | None:
+    return None if header.get(name) is None else _text(header, name)
+
+
+def _text_list(header: dict[str, Any], name: str, default: tuple[str, ...]) -> tuple[str, ...]:
+    value = header.get(name) or list(default)
+    if type(value) is not list or not all(type(each) is str for each in value):
+        raise ProtocolError(f"{name} is not a list of texts")
+    return tuple(value)
+
+
+def _token_list(header: dict[str, Any], name: str = "tokens") -> list[int]:
+    value = header.get(name, [])
+    if type(value) is not list or not all(type(each) is int for each in value):
+        raise ProtocolError(f"{name} is not a list of tokens")
+    return value
+
+
+def _layers(header: dict[str, Any]) -> LayerRange:
+    value = header.get("layers")
+    if type(value) is not list or len(value) != 2:
+        raise ProtocolError("layers are not [first, last]")
+    return from_map(LayerRange, {"first": value[0], "last": value[1]})

@@ -1,0 +1,84 @@
+"""What the target model says at every row of a block, and how many candidates agree with it.
+
+Temperature, top-k and top-p shape the logits before the noise; the noise is `noise.perturb`'s, so that a row's choice
+is a function of (logits, seed, position) and never of the block that it stood in.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from peerllm.engine import noise
+from peerllm.protocol.errors import NonFinite
+from peerllm.protocol.requests import Sampling
+
+
+def shape_logits(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """`logits` `[rows, vocabulary]` over temperature, with what top-k and top-p cut off at -inf; float32.
+
+    The best token always survives. Tokens that tie with the last survivor of top-k survive too, so that the result
+    does not depend on a sort's order.
+    """
+    scores = logits.to(torch.float32) / sampling.temperature
+    vocabulary = scores.shape[-1]
+    if 0 < sampling.top_k < vocabulary:
+        smallest = torch.topk(scores, sampling.top_k, dim=-1).values[:, -1:]
+        scores = scores.masked_fill(scores < smallest, float("-inf"))
+    if sampling.top_p < 1.0:
+        ordered, order = torch.sort(scores, dim=-1, descending=True, stable=True)
+        probabilities = torch.softmax(ordered, dim=-1)
+        before = torch.cumsum(probabilities, dim=-1) - probabilities
+        is_cut = before >= sampling.top_p
+        is_cut[:, 0] = False
+        scores = scores.masked_fill(torch.zeros_like(is_cut).scatter_(-1, order, is_cut), float("-inf"))
+    return scores
+
+
+def scores_of(logits: torch.Tensor, sampling: Sampling, positions: torch.Tensor) -> torch.Tensor:
+    """The scores whose argmax is the choice: the logits when greedy, shaped and perturbed ones when sampling.
+
+    Args:
+        logits: `[rows, vocabulary]`.
+        positions: int64 `[rows]`, the absolute index of the token that each row draws.
+    """
+    if sampling.is_greedy:
+        return logits
+    return noise.perturb(shape_logits(logits, sampling), sampling.seed, positions)
+
+
+def choose(logits: torch.Tensor, sampling: Sampling, positions: torch.Tensor) -> torch.Tensor:
+    """int64 `[rows]`: the token that each row of `logits` says.
+
+    Raises:
+        NonFinite: a logit is NaN or infinite; an argmax over it would be an arbitrary token.
+    """
+    if not bool(torch.isfinite(logits).all()):
+        raise NonFinite("the model gave logits that are not finite; its weights or its dtype do not fit")
+    return scores_of(logits, sampling, positions).argmax(dim=-1)
+
+
+def count_agreeing(candidates: list[int], choices: list[int]) -> int:
+    """The length of the longest prefix of `candidates` that equals `choices`."""
+    for index, (candidate, choice) in enumerate(zip(candidates, choices, strict=False)):
+        if candidate != choice:
+            return index
+    return min(len(candidates), len(choices))
+
+
+def judge(logits: torch.Tensor, candidates: list[int], start: int, sampling: Sampling) -> tuple[int, int]:
+    """The verdict on a block.
+
+    Args:
+        logits: `[len(candidates) + 1, vocabulary]`; row i follows token `start + i`.
+        start: the absolute index of the token of row 0.
+
+    Returns:
+        how many candidates were right, and the target's token after them.
+
+    Raises:
+        NonFinite: see `choose`.
+    """
+    positions = torch.arange(start + 1, start + 1 + len(logits), device=logits.device)
+    choices = choose(logits, sampling, positions).tolist()
+    accepted = count_agreeing(candidates, choices[:-1])
+    return accepted, choices[accepted]
