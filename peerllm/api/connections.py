@@ -1,0 +1,122 @@
+"""Bounds on the clients of the socket that aiohttp does not keep: how many, and how slow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from peerllm.api.errors import raw_response
+from peerllm.protocol.errors import Overloaded
+
+log = structlog.get_logger()
+
+
+class Connections:
+    """Makes the protocol of each connection, and knows them all.
+
+    Args:
+        make_handler: makes aiohttp's protocol.
+        max_clients: one more is answered 429 and closed.
+        stall_seconds: a client that has not sent its first request's head, or has not emptied its socket, in so long is
+            dropped. Bodies and the time between requests are bounded by the request handler and by aiohttp.
+    """
+
+    def __init__(self, make_handler: Callable[[], asyncio.Protocol], *, max_clients: int, stall_seconds: float) -> None:
+        self._make_handler = make_handler
+        self._max_clients = max_clients
+        self._stall_seconds = stall_seconds
+        self._clients: dict[asyncio.BaseTransport, _Client] = {}
+
+    def __call__(self) -> asyncio.Protocol:
+        return _Client(self)
+
+    def request_began(self, transport: asyncio.BaseTransport | None) -> None:
+        """The head of a request has come in whole."""
+        client = self._clients.get(transport) if transport is not None else None
+        if client is not None:
+            client.stop_timer()
+
+    def admit(self, transport: asyncio.Transport, client: _Client) -> asyncio.Protocol | None:
+        if len(self._clients) >= self._max_clients:
+            return None
+        self._clients[transport] = client
+        return self._make_handler()
+
+    def forget(self, transport: asyncio.BaseTransport) -> None:
+        self._clients.pop(transport, None)
+
+    def crowded(self) -> bytes:
+        return raw_response(Overloaded(f"This daemon serves {self._max_clients} connections at once; try again soon."))
+
+    @property
+    def stall_seconds(self) -> float:
+        return self._stall_seconds
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+
+class _Client(asyncio.Protocol):
+    """One connection: passes everything to aiohttp's protocol, and drops a client that stalls."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self._transport: asyncio.Transport | None = None
+        self._inner: asyncio.Protocol | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if not isinstance(transport, asyncio.Transport):
+            raise TypeError(f"{type(transport).__name__} is not a stream's transport")
+        self._transport = transport
+        self._inner = self._connections.admit(transport, self)
+        if self._inner is None:
+            # Answered before it asked: waiting for the request would keep what there are too many of.
+            transport.write(self._connections.crowded())
+            transport.close()
+            return
+        # Then pause_writing means "not everything is in the client's hands", and nothing waits unseen in a buffer.
+        transport.set_write_buffer_limits(high=0)
+        self._start_timer()
+        self._inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._inner is not None:
+            self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received() if self._inner is not None else None
+
+    def pause_writing(self) -> None:
+        self._start_timer()
+        if self._inner is not None:
+            self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self.stop_timer()
+        if self._inner is not None:
+            self._inner.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.stop_timer()
+        if self._transport is not None:
+            self._connections.forget(self._transport)
+        if self._inner is not None:
+            self._inner.connection_lost(exc)
+
+    def stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _start_timer(self) -> None:
+        self.stop_timer()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._connections.stall_seconds, self._drop)
+
+    def _drop(self) -> None:
+        log.warning("api_client_dropped", stalled_seconds=self._connections.stall_seconds)
+        if self._transport is not None:
+            self._transport.abort()
