@@ -1,1 +1,4 @@
-"""The round's time ledger, metrics, logging."""
+"""The round's time ledger, the event loop's watchdog, logging.
+
+`ledger` needs the standard library alone; `watchdog` and `logging` need structlog.
+"""

@@ -1,0 +1,153 @@
+"""What `up` and `join` share: options, the person at the terminal, and running the daemon in the foreground."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from peerllm.protocol.errors import BadRequest, PeerllmError
+
+if TYPE_CHECKING:
+    from peerllm.daemon.config import DaemonConfig
+    from peerllm.daemon.events import Notice
+
+CODECS = ("exact", "int8")
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layers", metavar="A:B", help="hold layers A to B - 1; without it, shared by free memory")
+    parser.add_argument(
+        "--draft",
+        default="ngram",
+        metavar="DRAFT",
+        help="none, ngram (default) or model:PATH; used by the peer that holds layer 0",
+    )
+    parser.add_argument(
+        "--draft-length", type=int, metavar="K", help="candidates a block; without it, chosen round by round"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="compute in this dtype; without it, the best of both machines")
+    parser.add_argument("--context", type=int, metavar="N", help="tokens that the caches hold; default: the model's")
+    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda:0, …; default: the first GPU, else cpu")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of the engine")
+    parser.add_argument(
+        "--signaling",
+        metavar="URL",
+        default=os.environ.get("PEERLLM_SIGNALING"),
+        help="ws://HOST:PORT of peerllm-signaling (or PEERLLM_SIGNALING)",
+    )
+    parser.add_argument("--state-dir", type=Path, metavar="DIR", help="keys and their lock; one daemon each")
+    parser.add_argument("--yes", action="store_true", help="download without asking")
+    # For one machine: the demo and the tests.
+    parser.add_argument(
+        "--loopback", action="store_true", help="keep the link on 127.0.0.1 (both peers on one machine)"
+    )
+    parser.add_argument("--rtt", type=float, default=0.0, metavar="MS", help="add this round trip to the link")
+    parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+
+
+def config_of(args: argparse.Namespace, **more: object) -> DaemonConfig:
+    """Raises BadRequest, LayersMismatch for options that make no sense."""
+    from peerllm.cli.client import socket_path
+    from peerllm.daemon.config import DaemonConfig
+    from peerllm.protocol import limits
+    from peerllm.protocol.identity import LayerRange
+
+    if not args.signaling:
+        raise BadRequest(
+            "no signaling server is named: start one with `peerllm-signaling --host 127.0.0.1 --port 8790` and pass "
+            "--signaling ws://127.0.0.1:8790, or set PEERLLM_SIGNALING"
+        )
+    if args.draft_length is not None and not 0 <= args.draft_length <= limits.MAX_DRAFT_LENGTH:
+        raise BadRequest(f"--draft-length is from 0 to {limits.MAX_DRAFT_LENGTH}")
+    if args.draft not in ("none", "ngram") and not args.draft.startswith("model:"):
+        raise BadRequest(f"--draft is none, ngram or model:PATH; got {args.draft!r}")
+    for name in ("threads", "context"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise BadRequest(f"--{name} is a number from 1 up")
+    return DaemonConfig(
+        signaling=args.signaling,
+        state_dir=args.state_dir or default_state_dir(),
+        socket=socket_path(args.socket),
+        draft=args.draft,
+        draft_length=args.draft_length,
+        layers=None if args.layers is None else LayerRange.parse(args.layers),
+        dtype=args.dtype,
+        context=args.context,
+        devices=() if args.device is None else (args.device,),
+        threads=args.threads,
+        is_download_allowed=args.yes,
+        is_loopback=args.loopback,
+        added_rtt_ms=args.rtt,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def default_state_dir() -> Path:
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "peerllm"
+
+
+class Terminal:
+    """The person: notices become lines, what takes long becomes progress."""
+
+    def __init__(self, config: DaemonConfig) -> None:
+        from peerllm.cli.progress import Progress
+
+        self._config = config
+        self._progress = Progress(sys.stderr)
+
+    def tell(self, notice: Notice) -> None:
+        from peerllm.daemon import events
+
+        if isinstance(notice, events.Progress):
+            self._progress.update(notice.stage, notice.fraction)
+            return
+        self._progress.done()
+        if isinstance(notice, events.RoomOpened):
+            print(f"Room code: {notice.code}")
+            print("On the other machine, type:")
+            print(f"  peerllm join {notice.code} --signaling {self._config.signaling}")
+            print("Waiting for the other peer …", flush=True)
+        elif isinstance(notice, events.PeerSeated):
+            print("The other peer is here. Connecting …", flush=True)
+        elif isinstance(notice, events.Connected):
+            print(f"Connected: {notice.path}, round trip {notice.rtt_ms:.0f} ms.", flush=True)
+        elif isinstance(notice, events.Serving):
+            role = "drafts" if notice.is_drafting else "verifies"
+            print(
+                f"Ready: {notice.model}, layers {notice.layers} of {notice.all_layers} here, context {notice.context}; "
+                f"this peer {role}."
+            )
+            print(f'Ask: peerllm ask "…" --socket {self._config.socket}', flush=True)
+        elif isinstance(notice, events.Trouble):
+            print(notice.message, file=sys.stderr, flush=True)
+
+    async def may_download(self, question: str) -> bool:
+        self._progress.done()
+        if not sys.stdin.isatty():
+            return False
+        print(f"{question}\nDownload it? [y/N] ", end="", flush=True)
+        answer = await asyncio.to_thread(sys.stdin.readline)
+        return answer.strip().lower() in ("y", "yes")
+
+
+def run_daemon(args: argparse.Namespace, config: DaemonConfig) -> int:
+    """The daemon in the foreground, until it is stopped. Gives the exit status."""
+    import uvloop
+
+    from peerllm.daemon.main import run
+    from peerllm.telemetry.logging import configure_logging
+
+    configure_logging(args.log_level)
+    try:
+        uvloop.run(run(config, Terminal(config)))
+    except PeerllmError as error:
+        print(f"peerllm: {error.message}", file=sys.stderr)
+        return 1
+    return 0

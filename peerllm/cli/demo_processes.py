@@ -1,0 +1,140 @@
+"""The demo's processes: a signaling server and two daemons, started one after the other, and none left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from peerllm.protocol.errors import PeerllmError
+
+_PR_SET_PDEATHSIG = 1
+_STOP_SECONDS = 1.0
+
+
+class DemoFailed(PeerllmError):
+    code = "demo_failed"
+
+
+def _die_with_parent() -> None:
+    """In the child: the kernel ends it when the demo is gone, however the demo ended (Linux; elsewhere nothing)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class Child:
+    """A process whose standard output is read line by line; its log goes to a file that is shown if it fails."""
+
+    def __init__(self, name: str, command: Sequence[str], folder: Path) -> None:
+        self.name = name
+        self._log = folder / f"{name}.log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is the demo's to handle
+                preexec_fn=_die_with_parent,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+        self._buffer = b""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_for(self, pattern: str, timeout: float, on_log: Callable[[str], None] | None = None) -> re.Match[str]:
+        """The first match in its output. Raises DemoFailed, with the end of its log, if it ends or takes too long."""
+        if self._process.stdout is None:
+            raise DemoFailed(f"{self.name} has no output")
+        deadline = time.monotonic() + timeout
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while True:
+                if match := re.search(pattern, self._buffer.decode(errors="replace"), re.MULTILINE):
+                    return match
+                if on_log is not None:
+                    on_log(self._last_log_line())
+                if time.monotonic() > deadline:
+                    raise DemoFailed(f"{self.name} took more than {timeout:.0f} s\n{self.log_tail()}")
+                if not selector.select(0.2):
+                    continue
+                data = os.read(self._process.stdout.fileno(), 65536)
+                if not data:
+                    raise DemoFailed(f"{self.name} ended early\n{self.log_tail()}")
+                self._buffer += data
+
+    def log_tail(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines()[-15:]
+        return "\n".join(f"  {self.name}: {line}" for line in lines)
+
+    def _last_log_line(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines()
+        return lines[-1] if lines else ""
+
+    def ask_to_stop(self) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+
+    def stop(self, deadline: float) -> None:
+        """Waits until `deadline` (monotonic), then kills. Its worker ends with it."""
+        try:
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+class Stage:
+    """Where the demo plays: a private folder for sockets, keys and logs, and the processes in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._children: list[Child] = []
+
+    def start(self, name: str, *command: str) -> Child:
+        child = Child(name, [sys.executable, "-m", *command], self.folder)
+        self._children.append(child)
+        return child
+
+    def stop(self) -> None:
+        for child in self._children:
+            child.ask_to_stop()
+        deadline = time.monotonic() + _STOP_SECONDS
+        for child in self._children:
+            child.stop(deadline)
+
+
+@contextlib.contextmanager
+def stage() -> Iterator[Stage]:
+    """A stage; at its end, however it comes, every process and the folder are gone. SIGTERM counts as Ctrl-C."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    # /tmp and not $TMPDIR: a Unix socket's path has room for about a hundred characters.
+    folder = tempfile.TemporaryDirectory(prefix="peerllm-demo-", dir="/tmp" if Path("/tmp").is_dir() else None)
+    here = Stage(Path(folder.name))
+    try:
+        yield here
+    finally:
+        # A second Ctrl-C must not leave half of it behind.
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        here.stop()
+        folder.cleanup()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, previous)

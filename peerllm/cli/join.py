@@ -1,0 +1,21 @@
+"""`peerllm join CODE`: joins a room and serves it."""
+
+from __future__ import annotations
+
+import argparse
+
+from peerllm.cli.daemon_options import add_daemon_arguments, config_of, run_daemon
+
+HELP = "join a room by its code, and serve"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("code", metavar="CODE", help="the room code, such as 4127-copper-walrus-anthem")
+    parser.add_argument(
+        "--model", metavar="M", help="this machine's copy of the room's model, if it is not in the cache"
+    )
+    add_daemon_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    return run_daemon(args, config_of(args, room_code=args.code, model=args.model))
