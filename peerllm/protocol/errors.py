@@ -14,7 +14,9 @@
     ├── ProtocolError          what the other side sent is not what it may send
     │   └── VersionMismatch
     ├── ModelError             a model, a draft, or a division of layers that cannot work
-    │   ├── ModelNotFound, ModelUnsupported, ModelMismatch, LayersMismatch, DraftMismatch
+    │   ├── ModelNotFound
+    │   │   └── DownloadNeeded     it can be fetched, and nobody has agreed to that yet
+    │   ├── ModelUnsupported, ModelMismatch, LayersMismatch, DraftMismatch
     │   └── NotEnoughMemory
     ├── EngineError            the worker that computes
     │   └── WorkerDied, WorkerHung, NonFinite
@@ -119,6 +121,12 @@ class ModelError(PeerllmError):
 
 class ModelNotFound(ModelError):
     code = "model_not_found"
+
+
+class DownloadNeeded(ModelNotFound):
+    """The message names the bytes."""
+
+    code = "download_needed"
 
 
 class ModelUnsupported(ModelError):

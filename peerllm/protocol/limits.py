@@ -76,6 +76,14 @@ WATCHDOG_SECONDS = 0.005
 MAX_SESSIONS = 4
 """Sequences that an engine holds at once: each takes a whole context's keys and values."""
 
+# --- Model files ----------------------------------------------------------------------------------------------------
+MAX_CHECKPOINT_HEADER_BYTES = 16 * MIB
+"""A safetensors header: MAX_LAYERS layers of a dozen tensors, 150 bytes each, are 2 MiB."""
+MAX_MODEL_JSON_BYTES = 32 * MIB
+"""config.json, an index of weight files, tokenizer_config.json; all before anything of them is believed."""
+WEIGHT_STAGING_BYTES = 16 * MIB
+"""Weights on their way to another dtype or device pass through one buffer of this size."""
+
 # --- The worker's pipe ----------------------------------------------------------------------------------------------
 MAX_PIPE_HEADER_BYTES = 2 * MIB
 MAX_PIPE_FRAME_BYTES = 8 * MIB
@@ -107,6 +115,8 @@ LINK_START_SECONDS = 14.0
 LINK_CLOSE_SECONDS = 2.0
 FIRST_ATTEMPT_SECONDS = 3.0
 """At the start another attempt begins beside one that is so old."""
+RETRY_SECONDS = 0.5
+"""Before the room is asked again after it refused."""
 REPLACEMENT_SECONDS = 1.0
 """The same for a link that was UP before: one attempt a second."""
 PING_SECONDS = 1.0
