@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from peerllm.cli.client import add_socket_argument, socket_path
 from peerllm.protocol.errors import BadRequest, PeerllmError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, metavar="N", help="tokens that the caches hold; default: the model's")
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda:0, …; default: the first GPU, else cpu")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of the engine")
+    add_socket_argument(parser)
     parser.add_argument(
         "--signaling",
         metavar="URL",
@@ -52,7 +54,6 @@ def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config_of(args: argparse.Namespace, **more: object) -> DaemonConfig:
     """Raises BadRequest, LayersMismatch for options that make no sense."""
-    from peerllm.cli.client import socket_path
     from peerllm.daemon.config import DaemonConfig
     from peerllm.protocol import limits
     from peerllm.protocol.identity import LayerRange
@@ -117,7 +118,8 @@ class Terminal:
         elif isinstance(notice, events.PeerSeated):
             print("The other peer is here. Connecting …", flush=True)
         elif isinstance(notice, events.Connected):
-            print(f"Connected: {notice.path}, round trip {notice.rtt_ms:.0f} ms.", flush=True)
+            rtt = "" if notice.rtt_ms is None else f", round trip {notice.rtt_ms:.0f} ms"
+            print(f"Connected ({notice.path or 'unknown path'}{rtt}).", flush=True)
         elif isinstance(notice, events.Serving):
             role = "drafts" if notice.is_drafting else "verifies"
             print(

@@ -64,7 +64,7 @@ class DraftingSession:
         room = context - len(prompt)
         self._limit = room if max_tokens is None else min(room, max_tokens)
         self._eos = eos_token_ids
-        self._policy = policy
+        self.policy = policy
         self._max_candidates = max_candidates
         self._round = -1
         self._known_to_drafter = 0
@@ -94,7 +94,7 @@ class DraftingSession:
             self._round += 1
             self._judged = False
         remaining = self._limit - self.completion_tokens
-        length, min_probability = self._policy.choose()
+        length, min_probability = self.policy.choose()
         order = BlockOrder(
             round=self._round,
             start=len(self._tokens) - 1,

@@ -141,8 +141,11 @@ class Operations:
 
     def _text(self, header: dict[str, Any], payload: bytes) -> Answer:
         session = _uint(header, "session")
-        text = self._need_tokens().text(session, _token_list(header), is_final=bool(header.get("final", False)))
-        return {"text": text}, b""
+        texts = self._need_tokens()
+        # A piece for each token, so that a stop string ends the count of tokens where it ends the text.
+        pieces = [texts.text(session, [token], is_final=False) for token in _token_list(header)]
+        flushed = texts.text(session, [], is_final=True) if header.get("final", False) else ""
+        return {"pieces": pieces, "text": flushed}, b""
 
     # --- Rounds -------------------------------------------------------------------------------------------------------
 

@@ -92,6 +92,38 @@ MAX_PIPE_FRAME_BYTES = 8 * MIB
 MAX_SIGNALING_BYTES = 16 * KIB
 MAX_REMOTE_CANDIDATES = 16
 
+# --- Rooms ------------------------------------------------------------------------------------------------------------
+ROOM_CODE_WORDS = 3
+"""Of 2,048: 33 bits, and a room closes after MAX_WRONG_GUESSES of them."""
+MAX_ROOM_DIGITS = 12
+MAX_WRONG_GUESSES = 10
+MAX_CLAIMS = 8
+"""Claims on one room that are answered at once, whatever the signaling server passes on."""
+CLAIM_SECONDS = 10.0
+JOIN_SECONDS = 15.0
+"""From the command to a seat or an error that names the cause."""
+MAX_GREETING_BYTES = 512
+"""The PAKE message: 42 bytes today; a later release may append."""
+SIGNALING_CONNECT_SECONDS = 5.0
+SIGNALING_HEARTBEAT_SECONDS = 10.0
+"""A ping to the signaling server so often; no answer within half of it: the socket is half open."""
+SIGNALING_PROBE_SECONDS = 1.0
+"""How long a socket that is under suspicion may take to answer before a fresh one is opened."""
+SIGNALING_RETRY_SECONDS = (0.1, 0.3, 0.6, 1.0, 2.0)
+"""Pauses between attempts to reach the signaling server again, the last one for ever; each shortened at random."""
+SIGNALING_RESTART_SECONDS = 60.0
+"""How long the opener of a room that nobody joined yet tries to get it back after its connection broke."""
+MAX_SIGNALING_FRAME_BYTES = MAX_SIGNALING_BYTES + 256
+"""A sealed body and its envelope."""
+MAX_QUEUED_SIGNALING = 256
+"""Messages of one attempt that wait to be read."""
+ATTEMPT_SECONDS = 4.0
+"""For the handshake of one attempt, the other peer's absence included."""
+ABSENCE_SECONDS = 2.0
+"""How long the other peer may be gone from the rendezvous before an attempt under way is given up."""
+MAX_INTRODUCTIONS = MAX_PEERS
+MAX_ICE_SERVERS = 8
+
 # --- One link -------------------------------------------------------------------------------------------------------
 MAX_HELLO_BYTES = 8 * KIB
 """A HELLO's body: it has to fit one slice, before anything else is known of the other side."""

@@ -188,6 +188,16 @@ class Verdict(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SessionState(Message):
+    """The verifying peer's cache for this session holds `length` rows, 0 when it lost it: the rest is to be replayed.
+    Sent after a reconnect or a restart of the worker."""
+
+    TYPE: ClassVar[int] = 22
+    session: int = uint()
+    length: int = uint(limits.MAX_CONTEXT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionClose(Message):
     TYPE: ClassVar[int] = 21
     session: int = uint()
@@ -210,6 +220,8 @@ class RequestOpen(Message):
 class RequestEvent(Message):
     TYPE: ClassVar[int] = 33
     request: int = uint()
+    offset: int = uint(default=0)
+    """Characters of the answer before `text`: what comes twice after a reconnect is seen."""
     text: str = text(limits.MAX_TEXT_CHARS, default="")
     finished: Mapping[str, Any] | None = optional(plain_map())
     """`requests.Finished` as a map, on the last event."""
@@ -232,7 +244,7 @@ def _by_type(*kinds: type[Message]) -> dict[int, type[Message]]:
 
 _TYPES = _by_type(
     Offer, Answer, Plan, Loading, Ready, Refusal,
-    SessionOpen, PrefillChunk, PrefillTaken, CandidateBlock, Verdict, SessionClose,
+    SessionOpen, PrefillChunk, PrefillTaken, CandidateBlock, Verdict, SessionState, SessionClose,
     RequestOpen, RequestEvent, RequestCancel,
 )  # fmt: skip
 

@@ -33,3 +33,17 @@ def check_wire_bytes(data: bytes, codec: str, dtype: str, rows: int, width: int)
     expected = wire_bytes(codec, dtype, rows, width)
     if len(data) != expected:
         raise ProtocolError(f"hidden states of {rows} rows take {expected} bytes; {len(data)} came")
+
+
+def slice_rows(data: bytes, codec: str, dtype: str, rows: int, width: int, first: int, last: int) -> bytes:
+    """Rows `[first, last)` of `[rows, width]` hidden states, still encoded. Raises ProtocolError as the others do."""
+    check_wire_bytes(data, codec, dtype, rows, width)
+    if not 0 <= first <= last <= rows:
+        raise ProtocolError(f"rows {first}:{last} of {rows}")
+    if codec == "exact":
+        size = width * DTYPE_BYTES[dtype]
+        return data[first * size : last * size]
+    groups = -(-width // INT8_GROUP)
+    codes, scales = groups * INT8_GROUP, groups * 4
+    split = rows * codes
+    return data[first * codes : last * codes] + data[split + first * scales : split + last * scales]

@@ -1,0 +1,7 @@
+"""`python -m peerllm`."""
+
+import sys
+
+from peerllm.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,229 @@
+"""`peerllm demo`: the main job on one machine, over a real data channel on 127.0.0.1, and what it gained.
+
+A signaling server and two daemons, each a process of its own; a room, its code; the model's layers in two halves. The
+question goes to the first daemon's socket with speculation and without, and to the second's; the texts have to be the
+same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peerllm.cli.client import Client
+from peerllm.cli.demo_processes import Child, DemoFailed, Stage, stage
+from peerllm.cli.progress import Progress
+from peerllm.cli.terminal import printable
+from peerllm.protocol.errors import PeerllmError
+
+HELP = "run the main job on this machine: two daemons, one model, one question"
+MODEL = "smollm2-135m-instruct"
+PROMPT = "Explain in a few sentences why the sky is blue, and then repeat the explanation for a child."
+_START_SECONDS = 60.0
+_LOAD_SECONDS = 600.0
+"""The first run converts the model."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rtt", type=_milliseconds, default=0.0, metavar="MS", help="add this round trip to the link")
+    parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help="what to ask")
+    parser.add_argument("--max-tokens", type=_count, default=128, metavar="N", help="tokens in the answer at most")
+    parser.add_argument("--draft", default="ngram", metavar="DRAFT", help="none, ngram (default) or model:PATH")
+    parser.add_argument("--model", default=MODEL, metavar="M", help="another model: a folder or a hub id")
+    parser.add_argument("--threads", type=_count, default=1, metavar="N", help="CPU threads of each engine (default 1)")
+    parser.add_argument("--json", action="store_true", help="print the table's figures as JSON")
+
+
+def _milliseconds(words: str) -> float:
+    value = float(words)
+    if not 0 <= value <= 10_000:
+        raise argparse.ArgumentTypeError("a round trip is from 0 to 10000 ms")
+    return value
+
+
+def _count(words: str) -> int:
+    value = int(words)
+    if value < 1:
+        raise argparse.ArgumentTypeError("a number from 1 up")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    progress = Progress(sys.stderr)
+    say: Callable[[str], None] = (lambda _: None) if args.json else print
+    try:
+        with stage() as here:
+            first, second = _open_room(here, args, progress, say)
+            figures = _measure(args, Client(first), Client(second), say)
+    except KeyboardInterrupt:
+        progress.done()
+        print("peerllm: stopped", file=sys.stderr)
+        return 130
+    except PeerllmError as error:
+        progress.done()
+        print(f"peerllm: {error.message}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps(figures, indent=2))
+    else:
+        _print_table(figures)
+    return 0 if figures["identical"] else 1
+
+
+def _open_room(
+    here: Stage, args: argparse.Namespace, progress: Progress, say: Callable[[str], None]
+) -> tuple[Path, Path]:
+    """Both daemons' sockets, once both are ready."""
+    progress.update("starting the signaling server")
+    signaling = here.start("signaling", "peerllm_signaling.main", "--host", "127.0.0.1", "--port", "0")
+    port = signaling.wait_for(r"127\.0\.0\.1:(\d+)", _START_SECONDS)[1]
+    common = [
+        *("--signaling", f"ws://127.0.0.1:{port}", "--loopback", "--rtt", str(args.rtt)),
+        *("--threads", str(args.threads), "--draft", args.draft, "--device", "cpu"),
+    ]
+    first = _start_daemon(here, "first", common, "up", "--model", args.model)
+    code = _wait(first, r"Room code: (\S+)", progress)[1]
+    progress.done()
+    say(f"The first daemon opened room {code}; the second joins it.")
+    second = _start_daemon(here, "second", common, "join", code, "--model", args.model)
+    for child in (first, second):
+        ready = _wait(child, r"Ready: (\S+), layers (\S+) of (\d+) here", progress)
+        progress.done()
+        say(f"The {child.name} daemon holds layers {ready[2]} of {ready[3]} of {ready[1]}.")
+    return here.folder / "first.sock", here.folder / "second.sock"
+
+
+def _start_daemon(here: Stage, name: str, common: list[str], *command: str) -> Child:
+    return here.start(
+        name,
+        "peerllm",
+        *command,
+        *common,
+        *("--state-dir", str(here.folder / name), "--socket", str(here.folder / f"{name}.sock")),
+    )
+
+
+def _wait(child: Child, pattern: str, progress: Progress) -> re.Match[str]:
+    def show(line: str) -> None:
+        # The daemon's own progress, written as plain lines into its log: "converting the model 50%".
+        if match := re.fullmatch(r"([a-z][^=\[]{3,60}?)(?: (\d+)%)?", line.strip()):
+            progress.update(f"{child.name} daemon: {match[1]}", None if match[2] is None else int(match[2]) / 100)
+
+    progress.update(f"{child.name} daemon: starting")
+    return child.wait_for(pattern, _LOAD_SECONDS, show)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    text: str
+    ledger: dict[str, Any]
+    first_text_ms: float
+    completion_tokens: int
+
+
+def _measure(args: argparse.Namespace, first: Client, second: Client, say: Callable[[str], None]) -> dict[str, Any]:
+    _ask(first, args, max_tokens=2)  # the first answer warms caches and threads up
+    say(f"\nAsking the first daemon: {args.prompt}\n")
+    speculative = _ask(first, args, show=not args.json)
+    say("\n\nAsking it again without speculation, and then the second daemon …")
+    plain = _ask(first, args, draft_length=0)
+    other = _ask(second, args)
+    return {
+        "identical": speculative.text == plain.text == other.text,
+        "model": args.model,
+        "draft": args.draft,
+        "rtt_ms": args.rtt,
+        "tokens": speculative.completion_tokens,
+        "plain": _figures(plain),
+        "speculative": _figures(speculative),
+        "other_peer": _figures(other),
+        "texts": {"plain": plain.text, "speculative": speculative.text, "other_peer": other.text},
+    }
+
+
+def _ask(
+    client: Client,
+    args: argparse.Namespace,
+    *,
+    draft_length: int | None = None,
+    max_tokens: int | None = None,
+    show: bool = False,
+) -> _Answer:
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": args.prompt}],
+        "max_tokens": max_tokens or args.max_tokens,
+        "temperature": 0,
+        "stream_options": {"include_usage": True},
+    }
+    if draft_length is not None:
+        body["draft_length"] = draft_length
+    ledger: dict[str, Any] = {}
+    text, tokens, first_ms = "", 0, 0.0
+    began = time.monotonic()
+    for event in client.stream("/v1/chat/completions", body):
+        for choice in event.get("choices", ()):
+            piece = choice.get("delta", {}).get("content") or ""
+            if piece and not text:
+                first_ms = (time.monotonic() - began) * 1000
+            text += piece
+            if show:
+                print(printable(piece), end="", flush=True)
+        if usage := event.get("usage"):
+            tokens = usage["completion_tokens"]
+        ledger = event.get("ledger") or ledger
+    if not ledger:
+        raise DemoFailed("the daemon's answer came without its figures")
+    return _Answer(text, ledger, first_ms, tokens)
+
+
+def _figures(answer: _Answer) -> dict[str, Any]:
+    ledger = answer.ledger
+    return {
+        "tokens_per_second": ledger["tokens_per_second"],
+        "acceptance_rate": ledger["acceptance_rate"],
+        "tokens_per_round": ledger["tokens_per_round"],
+        "rounds": ledger["rounds"],
+        "time_to_first_token_ms": round(answer.first_text_ms, 1),
+        "medians_ms": ledger["medians_ms"],
+    }
+
+
+_ROWS = (
+    ("tokens/s", "tokens_per_second", "{:.2f}"),
+    ("acceptance rate", "acceptance_rate", "{:.0%}"),
+    ("tokens per round", "tokens_per_round", "{:.2f}"),
+    ("rounds", "rounds", "{:d}"),
+    ("time to first token, ms", "time_to_first_token_ms", "{:.0f}"),
+)
+_PARTS = ("draft", "own_layers", "encode", "network", "their_layers", "verdict")
+
+
+def _print_table(figures: dict[str, Any]) -> None:
+    plain, speculative = figures["plain"], figures["speculative"]
+
+    def row(label: str, left: Any, right: Any, form: str) -> None:
+        cells = ("–" if value is None else form.format(value) for value in (left, right))
+        print(f"  {label:<28}" + "".join(f"{cell:>14}" for cell in cells))
+
+    print(f"\n{figures['model']}, draft {figures['draft']}, added round trip {figures['rtt_ms']:g} ms, "
+          f"{figures['tokens']} tokens")  # fmt: skip
+    print(f"  {'':<28}{'plain':>14}{'speculative':>14}")
+    for label, key, form in _ROWS:
+        row(label, plain[key], speculative[key], form)
+    print("  where a round's time went, median ms")
+    for part in _PARTS:
+        row(f"  {part.replace('_', ' ')}", plain["medians_ms"][part], speculative["medians_ms"][part], "{:.1f}")
+    if plain["tokens_per_second"] and speculative["tokens_per_second"]:
+        ratio = speculative["tokens_per_second"] / plain["tokens_per_second"]
+        print(f"Speculation: {ratio:.2f} times plain decoding.")
+    if figures["identical"]:
+        print("The texts are identical: plain, speculative, and through the other daemon's socket.")
+    else:
+        print("THE TEXTS DIFFER: this is a fault; please report it with the output of --json.")

@@ -1,0 +1,110 @@
+"""How two peers agree on what to run: the opener offers, the joiner answers, the opener plans.
+
+Nothing is loaded before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peerllm.protocol.errors import LayersMismatch, ModelMismatch
+from peerllm.protocol.identity import LayerRange, ModelIdentity, share_layers
+from peerllm.protocol.messages import Answer, Offer, Plan
+
+
+def check_same_model(ours: ModelIdentity, theirs: ModelIdentity, name: str) -> None:
+    """Raises ModelMismatch that says what differs."""
+    if found := ours.differences(theirs):
+        raise ModelMismatch(
+            f"the two sides' copies of {name} are not the same model: they differ in {', '.join(found)}; "
+            "both sides need the same files"
+        )
+
+
+def common_dtype(offered: tuple[str, ...], answered: tuple[str, ...]) -> str:
+    """The opener's first choice that the joiner can compute in too. Raises ModelMismatch if there is none."""
+    for dtype in offered:
+        if dtype in answered:
+            return dtype
+    raise ModelMismatch(
+        f"no dtype in common: one side computes in {', '.join(offered)}, the other in {', '.join(answered)}; "
+        "set --dtype to one that both can"
+    )
+
+
+def make_plan(offer: Offer, answer: Answer) -> Plan:
+    """The division of layers and the dtype.
+
+    The opener holds layer 0 unless the named ranges say otherwise.
+
+    Raises:
+        ModelMismatch, LayersMismatch: in words for both users.
+    """
+    check_same_model(offer.identity, answer.identity, offer.name)
+    dtype = common_dtype(offer.dtypes, answer.dtypes)
+    is_opener_first = _is_opener_first(offer.layers, answer.layers)
+    wanted = [offer.layers, answer.layers]
+    free = [offer.free_bytes, answer.free_bytes]
+    if not is_opener_first:
+        wanted.reverse()
+        free.reverse()
+    chain = share_layers(offer.identity.layers, wanted, free)
+    if not is_opener_first:
+        chain.reverse()
+    return Plan(
+        opener_layers=chain[0],
+        joiner_layers=chain[1],
+        dtype=dtype,
+        context=min(offer.context, answer.context),
+    )
+
+
+def _is_opener_first(opener: LayerRange | None, joiner: LayerRange | None) -> bool:
+    if opener is not None and joiner is not None:
+        return opener.first <= joiner.first
+    if opener is not None:
+        return opener.first == 0
+    return joiner is None or joiner.first != 0
+
+
+def check_plan(plan: Plan, offer: Offer, answer: Answer) -> None:
+    """What the opener planned is what this joiner agreed to. Raises LayersMismatch, ModelMismatch."""
+    expected = make_plan(offer, answer)
+    if (plan.opener_layers, plan.joiner_layers) != (expected.opener_layers, expected.joiner_layers):
+        raise LayersMismatch(
+            f"the other side planned layers {plan.joiner_layers} for this one; {expected.joiner_layers} follows from "
+            "what both asked for"
+        )
+    if plan.dtype not in answer.dtypes or plan.context > answer.context:
+        raise ModelMismatch("the other side planned a dtype or a context that this one cannot serve")
+
+
+def offered_dtypes(machine: dict[str, Any], wanted: str | None) -> tuple[str, ...]:
+    """What this machine computes in, best first; `wanted` alone if the user named one.
+
+    Raises:
+        ModelMismatch: the machine cannot compute in it.
+    """
+    able = tuple(machine["dtypes"])
+    if wanted is None:
+        return able
+    if wanted not in able:
+        raise ModelMismatch(f"this machine cannot compute in {wanted}; it can in {', '.join(able)}")
+    return (wanted,)
+
+
+def chosen_device(machine: dict[str, Any], wanted: tuple[str, ...]) -> dict[str, Any]:
+    """The device that will hold the layers: the first that the user named, else the machine's first.
+
+    Raises:
+        ModelMismatch: the machine has no such device.
+    """
+    devices: list[dict[str, Any]] = machine["devices"]
+    if not wanted:
+        return devices[0]
+    for device in devices:
+        if device["device"] == wanted[0] or device["device"].partition(":")[0] == wanted[0]:
+            return device
+    raise ModelMismatch(
+        f"this machine has no device {wanted[0]}; it has {', '.join(device['device'] for device in devices)}"
+    )

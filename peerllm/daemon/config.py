@@ -1,0 +1,34 @@
+"""What a daemon is told at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from peerllm.protocol.identity import LayerRange
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonConfig:
+    """`model` None: learned from the room (a joiner). `room_code` None: open a room."""
+
+    signaling: str
+    state_dir: Path
+    socket: Path
+    room_code: str | None = None
+    model: str | None = None
+    revision: str | None = None
+    draft: str = "ngram"
+    draft_length: int | None = None
+    """Candidates a block for every request that does not say; None adapts."""
+    layers: LayerRange | None = None
+    codec: str = "exact"
+    dtype: str | None = None
+    context: int | None = None
+    devices: tuple[str, ...] = ()
+    threads: int | None = None
+    socket_group: str | None = None
+    is_download_allowed: bool = False
+    is_insecure: bool = False
+    is_loopback: bool = False
+    added_rtt_ms: float = 0.0

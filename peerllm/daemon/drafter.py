@@ -1,0 +1,337 @@
+"""The drafting peer's work: one answer at a time, round by round, over the engine and the link."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import statistics
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from peerllm.daemon.channel import MessageChannel
+from peerllm.daemon.engine import Engine
+from peerllm.daemon.worker_process import Reply
+from peerllm.decoding.draft_length import AdaptiveDraftLength, DraftLengthPolicy, FixedDraftLength
+from peerllm.decoding.drafting import BlockOrder, DraftingSession
+from peerllm.decoding.replay import ReplayLog
+from peerllm.decoding.stops import StopScanner
+from peerllm.link import LinkState
+from peerllm.protocol import limits
+from peerllm.protocol.errors import PeerAway, PeerllmError
+from peerllm.protocol.messages import (
+    CandidateBlock,
+    Message,
+    PrefillChunk,
+    PrefillTaken,
+    Refusal,
+    SessionClose,
+    SessionOpen,
+    SessionState,
+    Verdict,
+)
+from peerllm.protocol.requests import Event, Finished, FinishReason, GenerateRequest, TextDelta, Usage
+from peerllm.protocol.tensors import wire_bytes
+from peerllm.telemetry.ledger import RoundLedger, RoundTimes
+
+log = structlog.get_logger(__name__)
+
+_RESYNC = "resync"
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """What crosses the link: the agreed codec and dtype, the hidden size, and the context both sides hold."""
+
+    codec: str
+    dtype: str
+    width: int
+    context: int
+
+    @property
+    def prefill_rows(self) -> int:
+        """Rows in one prefill chunk."""
+        row = wire_bytes(self.codec, self.dtype, 1, self.width)
+        return max(1, min(limits.PREFILL_CHUNK_ROWS, limits.PREFILL_CHUNK_BYTES // row))
+
+    @property
+    def max_candidates(self) -> int:
+        row = wire_bytes(self.codec, self.dtype, 1, self.width)
+        return max(0, min(limits.MAX_CANDIDATES, limits.MAX_HIDDEN_BYTES // row - 1))
+
+
+class _Inbox:
+    """What the other peer says of one session while an answer is made."""
+
+    def __init__(self) -> None:
+        self._arrived = asyncio.Event()
+        self._messages: deque[Verdict | SessionState | PeerllmError | str] = deque()
+
+    def put(self, item: Verdict | SessionState | PeerllmError | str) -> None:
+        self._messages.append(item)
+        self._arrived.set()
+
+    async def get(self) -> Verdict | SessionState | PeerllmError | str:
+        while not self._messages:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._messages.popleft()
+
+
+class Drafter:
+    """Makes answers. `take` is given every message of the verifying peer; `link_is_up_again` tells of a reconnect."""
+
+    def __init__(
+        self, engine: Engine, channel: MessageChannel, boundary: Boundary, *, draft_length: int | None = None
+    ) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._boundary = boundary
+        self._draft_length = draft_length
+        self._inboxes: dict[int, _Inbox] = {}
+        self._round_seconds: deque[float] = deque(maxlen=64)
+        self._adaptive: AdaptiveDraftLength = AdaptiveDraftLength(min(16, boundary.max_candidates))
+        self.ledger = RoundLedger()
+        """Of all answers so far."""
+
+    def take(self, message: Message) -> None:
+        if isinstance(message, Verdict | SessionState):
+            if inbox := self._inboxes.get(message.session):
+                inbox.put(message)
+        elif isinstance(message, Refusal) and message.session is not None:
+            if inbox := self._inboxes.get(message.session):
+                inbox.put(message.error())
+        elif isinstance(message, PrefillTaken):
+            pass  # a credit; the link's own bound holds until chunks are many
+
+    def link_is_up_again(self) -> None:
+        for inbox in self._inboxes.values():
+            inbox.put(_RESYNC)
+
+    def fail(self, error: PeerllmError) -> None:
+        """Ends every answer in the making."""
+        for inbox in self._inboxes.values():
+            inbox.put(error)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
+        """TextDelta as rounds make text final, then one Finished.
+
+        Raises:
+            PeerllmError: the prompt does not fit, the other peer is away or refuses, the engine failed.
+        """
+        began = time.monotonic()
+        prompt = await self._tokenize(request)
+        drafting = DraftingSession(
+            prompt,
+            context=self._boundary.context,
+            max_tokens=request.max_tokens,
+            eos_token_ids=frozenset(self._loaded("eos_token_ids")),
+            policy=self._policy(request),
+            max_candidates=self._boundary.max_candidates,
+        )
+        answer = _Answer(self, request, drafting, began)
+        inbox = self._inboxes[answer.session] = _Inbox()
+        try:
+            await answer.open()
+            while drafting.finish is None:
+                text = await answer.play_round(inbox)
+                if text:
+                    yield TextDelta(text=text)
+                if answer.is_stopped:
+                    break
+            if text := await answer.finish_text():
+                yield TextDelta(text=text)
+            yield Finished(reason=answer.finish_reason, usage=answer.usage, ledger=answer.ledger.summary())
+        finally:
+            self.ledger.include(answer.ledger)
+            del self._inboxes[answer.session]
+            await answer.close()
+
+    async def _tokenize(self, request: GenerateRequest) -> list[int]:
+        if request.messages is not None:
+            messages = [{"role": message.role, "content": message.content} for message in request.messages]
+            reply = await self._engine.call("tokenize", messages=messages)
+        else:
+            reply = await self._engine.call("tokenize", prompt=request.prompt or "")
+        tokens: list[int] = reply.values["tokens"]
+        return tokens
+
+    def _loaded(self, key: str) -> Any:
+        if self._engine.loaded is None:
+            raise PeerAway("the engine worker is being restarted; ask again in a moment")
+        return self._engine.loaded[key]
+
+    def _policy(self, request: GenerateRequest) -> DraftLengthPolicy:
+        length = self._draft_length if request.draft_length is None else request.draft_length
+        return self._adaptive if length is None else FixedDraftLength(length)
+
+    @property
+    def round_deadline(self) -> float:
+        """Seconds that a verdict may take while the link is up."""
+        median = statistics.median(self._round_seconds) if self._round_seconds else 0.0
+        return max(limits.ROUND_DEADLINE_SECONDS, limits.ROUND_DEADLINE_FACTOR * median)
+
+
+class _Answer:
+    """One answer in the making."""
+
+    def __init__(self, drafter: Drafter, request: GenerateRequest, drafting: DraftingSession, began: float) -> None:
+        self._drafter = drafter
+        self._engine = drafter._engine
+        self._channel = drafter._channel
+        self._drafting = drafting
+        self._policy = drafting.policy
+        self._scanner = StopScanner(request.stop)
+        boundary = drafter._boundary
+        self._prefill_rows = boundary.prefill_rows
+        self._replay = ReplayLog(boundary.codec, boundary.dtype, boundary.width)
+        self._text_tokens = 0
+        self.session = secrets.randbits(63)
+        self._began = began
+        self.ledger = RoundLedger()
+        sampling = request.sampling
+        self._open_message = SessionOpen(session=self.session, sampling=sampling)
+        self._sampling = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "seed": sampling.seed,
+        }
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._scanner.is_stopped
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return "stop" if self.is_stopped else self._drafting.finish or "stop"
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(prompt_tokens=self._drafting.prompt_length, completion_tokens=self._text_tokens)
+
+    async def open(self) -> None:
+        """Both caches take in the prompt but its last token. A chunk is on the wire while the next is computed."""
+        await self._channel.send(self._open_message)
+        await self._engine.call("open", session=self.session, sampling=self._sampling)
+        for start, tokens in self._drafting.prefill_chunks(self._prefill_rows):
+            reply = await self._engine.call("prefill", session=self.session, start=start, tokens=list(tokens))
+            self._replay.add(start, len(tokens), reply.payload)
+            await self._channel.send(
+                PrefillChunk(session=self.session, start=start, rows=len(tokens), hidden=reply.payload)
+            )
+
+    async def play_round(self, inbox: _Inbox) -> str:
+        """One block and its verdict; the text that may be shown."""
+        began = time.monotonic()
+        order = self._drafting.next_block()
+        reply = await self._draft(order)
+        candidates = tuple(reply.values["candidates"])
+        block = CandidateBlock(
+            session=self.session, round=order.round, start=order.start, candidates=candidates, hidden=reply.payload
+        )
+        sent = time.monotonic()
+        await self._channel.send(block)
+        verdict = await self._verdict(block, inbox)
+        now = time.monotonic()
+        committed = self._drafting.judge(order.round, candidates, verdict.accepted, verdict.next_token)
+        if committed is None:
+            raise RuntimeError("a verdict was taken twice")
+        self._replay.add(order.start, len(candidates) + 1, reply.payload, keep=verdict.accepted + 1)
+        self._policy.observe(len(candidates), verdict.accepted, now - began)
+        self._drafter._round_seconds.append(now - began)
+        times = RoundTimes(
+            draft=reply.values["draft_us"] / 1e6,
+            own_layers=reply.values["layers_us"] / 1e6,
+            encode=reply.values["encode_us"] / 1e6,
+            network=max(0.0, now - sent - verdict.total_us / 1e6),
+            their_layers=verdict.layers_us / 1e6,
+            verdict=verdict.verdict_us / 1e6,
+        )
+        self.ledger.add_round(
+            times,
+            drafted=len(candidates),
+            accepted=verdict.accepted,
+            tokens=len(committed.tokens),
+            ended_at=now - self._began,
+        )
+        return await self._show(committed.tokens[: -1 if committed.has_eos else None], committed.has_eos)
+
+    async def _draft(self, order: BlockOrder) -> Reply:
+        first: dict[str, Any] = {"from": order.first}  # a keyword of Python's
+        reply = await self._engine.call(
+            "draft_block",
+            deadline=self._drafter.round_deadline,
+            session=self.session,
+            tokens=list(order.tokens),
+            draft_length=order.draft_length,
+            min_probability=order.min_probability,
+            **first,
+        )
+        self._drafting.block_drafted()
+        return reply
+
+    async def _verdict(self, block: CandidateBlock, inbox: _Inbox) -> Verdict:
+        """The verdict on this block. After a reconnect the block goes out again; rows that the other side lacks are
+        replayed first."""
+        while True:
+            try:
+                async with asyncio.timeout(self._drafter.round_deadline):
+                    item = await inbox.get()
+            except TimeoutError:
+                if self._channel.link.state is not LinkState.UP:
+                    continue  # the link's own deadline ends this
+                raise PeerAway("the other peer did not answer in time; its daemon may be overloaded") from None
+            if isinstance(item, Verdict):
+                if item.round == block.round:
+                    return item
+            elif isinstance(item, SessionState):
+                await self._replay_from(item.length)
+                await self._channel.send(block)
+            elif isinstance(item, PeerllmError):
+                raise item
+            else:
+                await self._channel.send(block)
+
+    async def _replay_from(self, length: int) -> None:
+        if length == 0:
+            await self._channel.send(self._open_message)
+        for piece in self._replay.since(length):
+            await self._channel.send(
+                PrefillChunk(session=self.session, start=piece.start, rows=piece.rows, hidden=piece.hidden)
+            )
+
+    async def _show(self, tokens: tuple[int, ...], is_last: bool) -> str:
+        """The text of final tokens, one by one, so that a stop string ends the count where it ends the text."""
+        shown = ""
+        if tokens:
+            reply = await self._engine.call("text", session=self.session, tokens=list(tokens), final=False)
+            for piece in reply.values["pieces"]:
+                self._text_tokens += 1
+                shown += self._scanner.push(piece)
+                if self._scanner.is_stopped:
+                    return shown
+        self._text_tokens += is_last  # the EOS token was made too
+        return shown
+
+    async def finish_text(self) -> str:
+        if self._scanner.is_stopped:
+            return ""
+        reply = await self._engine.call("text", session=self.session, tokens=[], final=True)
+        return self._scanner.push(reply.values["text"]) + self._scanner.finish()
+
+    async def close(self) -> None:
+        """Both sides forget the session. Never raises for a peer or a worker that is gone: it forgot already."""
+        for step in (
+            self._engine.call("close", session=self.session),
+            self._channel.send(SessionClose(session=self.session)),
+        ):
+            try:
+                async with asyncio.timeout(2.0):
+                    await step
+            except (PeerllmError, TimeoutError) as error:
+                log.info("session_close_skipped", reason=str(error))

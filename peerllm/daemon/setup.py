@@ -1,0 +1,251 @@
+"""From a link that is up to layers that are loaded: offer, answer, plan, fetch, load, ready."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import structlog
+
+from peerllm.daemon.agreement import check_plan, check_same_model, chosen_device, make_plan, offered_dtypes
+from peerllm.daemon.channel import MessageChannel
+from peerllm.daemon.config import DaemonConfig
+from peerllm.daemon.drafter import Boundary
+from peerllm.daemon.engine import Engine
+from peerllm.daemon.events import Person, Progress
+from peerllm.protocol import limits
+from peerllm.protocol.errors import ModelNotFound, PeerAway, PeerllmError, ProtocolError
+from peerllm.protocol.fields import from_map, to_map
+from peerllm.protocol.identity import LayerRange, ModelIdentity
+from peerllm.protocol.messages import Answer, Loading, Message, Offer, Plan, Ready, Refusal
+
+log = structlog.get_logger(__name__)
+
+_M = TypeVar("_M", bound=Message)
+
+_SILENCE_SECONDS = 30.0
+"""A peer that says nothing for so long while the two agree or load is gone; Loading stops the clock."""
+_SAY_LOADING_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What both sides run now."""
+
+    model: str
+    layers: LayerRange
+    their_layers: LayerRange
+    all_layers: int
+    boundary: Boundary
+
+    @property
+    def is_drafting(self) -> bool:
+        return self.layers.first == 0
+
+
+class Setup:
+    """One peer's side of agreeing and loading. `describe` first; then `agree` for each peer process that comes."""
+
+    def __init__(self, config: DaemonConfig, engine: Engine, person: Person) -> None:
+        self._config = config
+        self._engine = engine
+        self._person = person
+        self._machine: dict[str, Any] = {}
+        self._model: dict[str, Any] | None = None
+        self._progress = Progress("starting", 0.0)
+        self._loaded_plan: tuple[Any, ...] | None = None
+
+    def progressed(self, stage: str, fraction: float) -> None:
+        """The worker reports; the person sees it, and the other peer is told while it waits."""
+        self._progress = Progress(stage, min(1.0, max(0.0, fraction)))
+        self._person.tell(self._progress)
+
+    async def describe(self) -> None:
+        """Finds the model that the user named, so that what is wrong with it is said before a room is opened.
+
+        Raises:
+            PeerllmError: not found, not supported, the download was declined.
+        """
+        self._machine = (await self._engine.call("machine")).values
+        self._device()  # a device that is not there is said now
+        if self._config.model is not None:
+            self._model = await self._with_download(
+                "describe", model=self._config.model, revision=self._config.revision
+            )
+
+    async def agree(self, channel: MessageChannel, *, is_opener: bool) -> Agreed:
+        """Both sides end with the same plan and their layers loaded, or with the same refusal.
+
+        Raises:
+            PeerllmError: the reason; the other side was told.
+        """
+        try:
+            if is_opener:
+                offer, plan = await self._as_opener(channel)
+                mine, theirs = plan.opener_layers, plan.joiner_layers
+            else:
+                offer, plan = await self._as_joiner(channel)
+                mine, theirs = plan.joiner_layers, plan.opener_layers
+            width = await self._load(channel, offer, plan, mine)
+        except PeerAway:
+            raise
+        except PeerllmError as error:
+            if not isinstance(error, _Refused):
+                with contextlib.suppress(PeerAway):
+                    await channel.send(Refusal.of(error))
+                raise
+            raise error.reason from None
+        return Agreed(
+            model=offer.name,
+            layers=mine,
+            their_layers=theirs,
+            all_layers=offer.identity.layers,
+            boundary=Boundary(offer.codec, plan.dtype, width, plan.context),
+        )
+
+    async def _as_opener(self, channel: MessageChannel) -> tuple[Offer, Plan]:
+        if self._model is None:
+            raise ModelNotFound("the one who opens a room names the model: peerllm up --model M")
+        model = self._model
+        offer = Offer(
+            name=model["name"],
+            source=model["source"],
+            revision=model["revision"],
+            identity=from_map(ModelIdentity, model["identity"]),
+            codec=self._config.codec,
+            dtypes=offered_dtypes(self._machine, self._config.dtype),
+            layers=self._config.layers,
+            free_bytes=int(self._device()["free_bytes"]),
+            context=self._context(model),
+        )
+        await channel.send(offer)
+        answer = await self._expect(channel, Answer)
+        plan = make_plan(offer, answer)
+        await channel.send(plan)
+        return offer, plan
+
+    async def _as_joiner(self, channel: MessageChannel) -> tuple[Offer, Plan]:
+        offer = await self._expect(channel, Offer)
+        async with self._saying_loading(channel):
+            model = self._model or await self._with_download(
+                "find", identity=to_map(offer.identity), source=offer.source, revision=offer.revision
+            )
+        self._model = model
+        identity = from_map(ModelIdentity, model["identity"])
+        check_same_model(identity, offer.identity, offer.name)
+        answer = Answer(
+            identity=identity,
+            dtypes=offered_dtypes(self._machine, self._config.dtype),
+            layers=self._config.layers,
+            free_bytes=int(self._device()["free_bytes"]),
+            context=self._context(model),
+        )
+        make_plan(offer, answer)  # what cannot work is refused here too, in the same words
+        await channel.send(answer)
+        plan = await self._expect(channel, Plan)
+        check_plan(plan, offer, answer)
+        return offer, plan
+
+    async def _load(self, channel: MessageChannel, offer: Offer, plan: Plan, mine: LayerRange) -> int:
+        """Fetches and loads this side's layers, and waits for the other side's. Gives the hidden size."""
+        if self._model is None:
+            raise RuntimeError("nothing was described")
+        wanted = (offer.identity.tensors, mine, plan.dtype, plan.context, offer.codec)
+        loading = asyncio.create_task(self._expect(channel, Ready), name="wait-for-ready")
+        try:
+            async with self._saying_loading(channel):
+                if self._loaded_plan != wanted or self._engine.loaded is None:
+                    await self._fetch_and_load(offer, plan, mine)
+                    self._loaded_plan = wanted
+            await channel.send(Ready(context=plan.context))
+            await loading
+        finally:
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+        return int(self._model["hidden_size"])
+
+    async def _fetch_and_load(self, offer: Offer, plan: Plan, mine: LayerRange) -> None:
+        config = self._config
+        layers = [mine.first, mine.last]
+        if self._model is None:
+            raise RuntimeError("nothing was described")
+        folder = self._model["folder"]
+        if self._model["download_bytes"]:
+            fetched = await self._engine.call(
+                "fetch", model=self._model["source"], revision=self._model["revision"], layers=layers
+            )
+            folder = fetched.values["folder"]
+        loaded = await self._engine.load(
+            folder=folder,
+            layers=layers,
+            dtype=plan.dtype,
+            devices=list(config.devices) or [self._device()["device"]],
+            threads=config.threads,
+            context=plan.context,
+            codec=offer.codec,
+            draft=config.draft if mine.first == 0 else "none",
+            weights="unquantised",
+        )
+        log.info("layers_loaded", layers=str(mine), seconds=loaded.get("seconds"))
+
+    def _device(self) -> dict[str, Any]:
+        return chosen_device(self._machine, self._config.devices)
+
+    def _context(self, model: dict[str, Any]) -> int:
+        most = int(model["max_context"])
+        return min(self._config.context or most, most)
+
+    async def _with_download(self, op: str, **arguments: Any) -> dict[str, Any]:
+        """Calls `op`; where weights would have to be downloaded, asks the person first."""
+        allowed = self._config.is_download_allowed
+        try:
+            return (await self._engine.call(op, allow_download=allowed, **arguments)).values
+        except PeerllmError as error:
+            if error.code != "download_needed" or allowed:
+                raise
+            if not await self._person.may_download(error.message):
+                raise ModelNotFound(f"{error.message}; the download was declined (--yes allows it)") from None
+        return (await self._engine.call(op, allow_download=True, **arguments)).values
+
+    async def _expect(self, channel: MessageChannel, kind: type[_M]) -> _M:
+        """The next message of this kind; a Refusal ends the agreement, Loading stops the clock."""
+        while True:
+            try:
+                async with asyncio.timeout(_SILENCE_SECONDS):
+                    message: Message = await channel.receive()
+            except TimeoutError:
+                raise PeerAway(f"the other peer said nothing for {_SILENCE_SECONDS:.0f} s") from None
+            if isinstance(message, kind):
+                return message
+            if isinstance(message, Refusal) and message.session is None and message.request is None:
+                raise _Refused(message.error())
+            if isinstance(message, Offer | Answer | Plan):
+                raise ProtocolError(f"the other peer sent {type(message).__name__} out of turn")
+
+    @contextlib.asynccontextmanager
+    async def _saying_loading(self, channel: MessageChannel) -> AsyncIterator[None]:
+        """While the body runs, the other peer hears every second that this one is busy."""
+
+        async def say() -> None:
+            while True:
+                stage = self._progress.stage[: limits.MAX_NAME_CHARS]
+                await channel.send(Loading(stage=stage, fraction=self._progress.fraction))
+                await asyncio.sleep(_SAY_LOADING_SECONDS)
+
+        saying = asyncio.create_task(say(), name="say-loading")
+        try:
+            yield
+        finally:
+            saying.cancel()
+            await asyncio.gather(saying, return_exceptions=True)
+
+
+class _Refused(PeerllmError):
+    """The other side said no: it is not to be told again."""
+
+    def __init__(self, reason: PeerllmError) -> None:
+        super().__init__(reason.message)
+        self.reason = reason

@@ -1,0 +1,162 @@
+"""The verifying peer's work: blocks in, verdicts out. Nothing here trusts the drafting peer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from peerllm.daemon.channel import MessageChannel
+from peerllm.daemon.drafter import Boundary
+from peerllm.daemon.engine import Engine
+from peerllm.decoding.verifying import Repeat, VerifyingSession
+from peerllm.protocol import limits
+from peerllm.protocol.errors import PeerllmError, ProtocolError
+from peerllm.protocol.messages import (
+    CandidateBlock,
+    Message,
+    PrefillChunk,
+    PrefillTaken,
+    Refusal,
+    SessionClose,
+    SessionOpen,
+    SessionState,
+    Verdict,
+)
+from peerllm.protocol.tensors import check_wire_bytes
+
+log = structlog.get_logger(__name__)
+
+_Job = Callable[[], Awaitable[None]]
+
+
+class Verifier:
+    """Judges blocks in the order in which they came. `take` never blocks for long: it queues, and waits only when more
+    than MAX_UNPROCESSED_BYTES are queued, which holds the sender back over the link's own credits."""
+
+    def __init__(self, engine: Engine, channel: MessageChannel, boundary: Boundary, *, max_sessions: int) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._boundary = boundary
+        self._max_sessions = max_sessions
+        self._sessions: OrderedDict[int, VerifyingSession] = OrderedDict()
+        self._jobs: asyncio.Queue[tuple[int, _Job]] = asyncio.Queue()
+        self._queued_bytes = 0
+        self._room = asyncio.Event()
+        self._room.set()
+
+    async def take(self, message: Message) -> None:
+        """Queues what a message asks for. Waits while too much is queued."""
+        arrived = time.monotonic()
+        if isinstance(message, SessionOpen):
+            await self._queue(message.session, 0, lambda: self._open(message))
+        elif isinstance(message, PrefillChunk):
+            await self._queue(message.session, len(message.hidden), lambda: self._prefill(message))
+        elif isinstance(message, CandidateBlock):
+            await self._queue(message.session, len(message.hidden), lambda: self._judge(message, arrived))
+        elif isinstance(message, SessionClose):
+            await self._queue(message.session, 0, lambda: self._close(message.session))
+
+    async def run(self) -> None:
+        """Does what is queued; an error ends its session and nothing else."""
+        while True:
+            session, job = await self._jobs.get()
+            try:
+                await job()
+            except PeerllmError as error:
+                log.warning("session_refused", code=error.code, reason=error.message)
+                self._sessions.pop(session, None)
+                await self._channel.send(Refusal.of(error, session=session))
+
+    async def fail_sessions(self, error: PeerllmError) -> None:
+        """The engine lost its caches: every session ends, and the drafting peer is told why."""
+        sessions, self._sessions = self._sessions, OrderedDict()
+        for session in sessions:
+            await self._channel.send(Refusal.of(error, session=session))
+
+    async def _queue(self, session: int, size: int, job: _Job) -> None:
+        while self._queued_bytes + size > limits.MAX_UNPROCESSED_BYTES:
+            self._room.clear()
+            await self._room.wait()
+        self._queued_bytes += size
+
+        async def sized_job() -> None:
+            try:
+                await job()
+            finally:
+                self._queued_bytes -= size
+                self._room.set()
+
+        self._jobs.put_nowait((session, sized_job))
+
+    async def _open(self, message: SessionOpen) -> None:
+        sampling = message.sampling
+        while len(self._sessions) >= self._max_sessions and message.session not in self._sessions:
+            # The drafting peer forgot to close one, or died: the one unused for longest gives way.
+            oldest, _ = self._sessions.popitem(last=False)
+            await self._engine.call("close", session=oldest)
+        await self._engine.call(
+            "open",
+            session=message.session,
+            sampling={
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "seed": sampling.seed,
+            },
+        )
+        self._sessions[message.session] = VerifyingSession(message.session, context=self._boundary.context)
+
+    async def _prefill(self, message: PrefillChunk) -> None:
+        session = self._sessions.get(message.session)
+        if session is None or message.start > session.length:
+            return  # rows before these were lost with a connection: the block that follows tells the sender
+        session.check_prefill(message.start, message.rows)
+        self._check_hidden(message.hidden, message.rows)
+        await self._engine.call(
+            "prefill", message.hidden, session=message.session, start=message.start, rows=message.rows
+        )
+        session.prefilled(message.start, message.rows)
+        await self._channel.send(PrefillTaken(session=message.session, length=session.length))
+
+    async def _judge(self, block: CandidateBlock, arrived: float) -> None:
+        session = self._sessions.get(block.session)
+        if session is None or block.start > session.length:
+            length = 0 if session is None else session.length
+            await self._channel.send(SessionState(session=block.session, length=length))
+            return
+        self._sessions.move_to_end(block.session)
+        decision = session.take(block)
+        if isinstance(decision, Repeat):
+            await self._channel.send(decision.verdict)
+            return
+        self._check_hidden(block.hidden, len(block.candidates) + 1)
+        reply = await self._engine.call(
+            "verify", block.hidden, session=block.session, start=block.start, candidates=list(block.candidates)
+        )
+        values = reply.values
+        verdict = Verdict(
+            session=block.session,
+            round=block.round,
+            accepted=values["accepted"],
+            next_token=values["next_token"],
+            layers_us=values["layers_us"],
+            verdict_us=values["verdict_us"],
+            total_us=int((time.monotonic() - arrived) * 1e6),
+        )
+        session.judged(block, verdict)
+        await self._channel.send(verdict)
+
+    async def _close(self, session: int) -> None:
+        if self._sessions.pop(session, None) is not None:
+            await self._engine.call("close", session=session)
+
+    def _check_hidden(self, hidden: bytes, rows: int) -> None:
+        boundary = self._boundary
+        try:
+            check_wire_bytes(hidden, boundary.codec, boundary.dtype, rows, boundary.width)
+        except ProtocolError as error:
+            raise ProtocolError(f"the drafting peer sent {error.message}") from None
