@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,8 @@ def add_socket_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def socket_path(args: argparse.Namespace) -> Path:
+def socket_path(chosen: Path | None) -> Path:
     """What `--socket` says, or the default. Raises SocketError where there is none."""
-    chosen: Path | None = args.socket
     return default_socket() if chosen is None else chosen
 
 
@@ -67,7 +67,7 @@ class Client:
         finally:
             connection.close()
 
-    def stream(self, target: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def stream(self, target: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """Posts `body` and yields each event, up to [DONE]. Closing the iterator closes the connection, and that stops
         the answer.
 
@@ -115,10 +115,9 @@ def _response(
 ) -> http.client.HTTPResponse:
     headers = {"Content-Type": "application/json"} if payload is not None else {}
     try:
-        try:
+        # A daemon that refuses answers before it has read everything.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             connection.request(method, target, body=payload, headers=headers)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # a daemon that refuses answers before it has read everything
         response = connection.getresponse()
     except (OSError, http.client.HTTPException) as error:
         raise _broken(error) from error
