@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import statistics
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
@@ -14,6 +13,7 @@ from typing import Any
 import structlog
 
 from peerllm.daemon.channel import MessageChannel
+from peerllm.daemon.deadlines import StepDeadline
 from peerllm.daemon.engine import Engine
 from peerllm.daemon.worker_process import Reply
 from peerllm.decoding.draft_length import AdaptiveDraftLength, DraftLengthPolicy, FixedDraftLength
@@ -36,7 +36,7 @@ from peerllm.protocol.messages import (
 )
 from peerllm.protocol.requests import Event, Finished, FinishReason, GenerateRequest, TextDelta, Usage
 from peerllm.protocol.tensors import wire_bytes
-from peerllm.telemetry.ledger import RoundLedger, RoundTimes
+from peerllm.telemetry.ledger import RoundLedger
 
 log = structlog.get_logger(__name__)
 
@@ -93,7 +93,8 @@ class Drafter:
         self._boundary = boundary
         self._draft_length = draft_length
         self._inboxes: dict[int, _Inbox] = {}
-        self._round_seconds: deque[float] = deque(maxlen=64)
+        self.rounds = StepDeadline()
+        self.prefills = StepDeadline(limits.PREFILL_DEADLINE_SECONDS)
         self._adaptive: AdaptiveDraftLength = AdaptiveDraftLength(min(16, boundary.max_candidates))
         self.ledger = RoundLedger()
         """Of all answers so far."""
@@ -169,12 +170,6 @@ class Drafter:
         length = self._draft_length if request.draft_length is None else request.draft_length
         return self._adaptive if length is None else FixedDraftLength(length)
 
-    @property
-    def round_deadline(self) -> float:
-        """Seconds that a verdict may take while the link is up."""
-        median = statistics.median(self._round_seconds) if self._round_seconds else 0.0
-        return max(limits.ROUND_DEADLINE_SECONDS, limits.ROUND_DEADLINE_FACTOR * median)
-
 
 class _Answer:
     """One answer in the making."""
@@ -191,8 +186,7 @@ class _Answer:
         self._replay = ReplayLog(boundary.codec, boundary.dtype, boundary.width)
         self._text_tokens = 0
         self.session = secrets.randbits(63)
-        self._began = began
-        self.ledger = RoundLedger()
+        self.ledger = RoundLedger(started=began)
         sampling = request.sampling
         self._open_message = SessionOpen(session=self.session, sampling=sampling)
         self._sampling = {
@@ -219,7 +213,15 @@ class _Answer:
         await self._channel.send(self._open_message)
         await self._engine.call("open", session=self.session, sampling=self._sampling)
         for start, tokens in self._drafting.prefill_chunks(self._prefill_rows):
-            reply = await self._engine.call("prefill", session=self.session, start=start, tokens=list(tokens))
+            began = time.monotonic()
+            reply = await self._engine.call(
+                "prefill",
+                deadline=self._drafter.prefills.seconds,
+                session=self.session,
+                start=start,
+                tokens=list(tokens),
+            )
+            self._drafter.prefills.took(time.monotonic() - began)
             self._replay.add(start, len(tokens), reply.payload)
             await self._channel.send(
                 PrefillChunk(session=self.session, start=start, rows=len(tokens), hidden=reply.payload)
@@ -243,21 +245,18 @@ class _Answer:
             raise RuntimeError("a verdict was taken twice")
         self._replay.add(order.start, len(candidates) + 1, reply.payload, keep=verdict.accepted + 1)
         self._policy.observe(len(candidates), verdict.accepted, now - began)
-        self._drafter._round_seconds.append(now - began)
-        times = RoundTimes(
+        self._drafter.rounds.took(now - began)
+        self.ledger.add_round(
+            drafted=len(candidates),
+            accepted=verdict.accepted,
+            tokens=len(committed.tokens),
             draft=reply.values["draft_us"] / 1e6,
             own_layers=reply.values["layers_us"] / 1e6,
             encode=reply.values["encode_us"] / 1e6,
             network=max(0.0, now - sent - verdict.total_us / 1e6),
             their_layers=verdict.layers_us / 1e6,
             verdict=verdict.verdict_us / 1e6,
-        )
-        self.ledger.add_round(
-            times,
-            drafted=len(candidates),
-            accepted=verdict.accepted,
-            tokens=len(committed.tokens),
-            ended_at=now - self._began,
+            total=now - began,
         )
         return await self._show(committed.tokens[: -1 if committed.has_eos else None], committed.has_eos)
 
@@ -265,7 +264,7 @@ class _Answer:
         first: dict[str, Any] = {"from": order.first}  # a keyword of Python's
         reply = await self._engine.call(
             "draft_block",
-            deadline=self._drafter.round_deadline,
+            deadline=self._drafter.rounds.seconds,
             session=self.session,
             tokens=list(order.tokens),
             draft_length=order.draft_length,
@@ -280,7 +279,7 @@ class _Answer:
         replayed first."""
         while True:
             try:
-                async with asyncio.timeout(self._drafter.round_deadline):
+                async with asyncio.timeout(self._drafter.rounds.seconds):
                     item = await inbox.get()
             except TimeoutError:
                 if self._channel.link.state is not LinkState.UP:

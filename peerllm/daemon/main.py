@@ -11,6 +11,7 @@ from peerllm.api import serve
 from peerllm.daemon.config import DaemonConfig
 from peerllm.daemon.events import Person
 from peerllm.daemon.node import Node
+from peerllm.rooms.keys import StateLock
 from peerllm.telemetry.watchdog import LoopWatchdog
 
 log = structlog.get_logger(__name__)
@@ -22,8 +23,13 @@ async def run(config: DaemonConfig, person: Person) -> None:
     Raises:
         PeerllmError: why it could not go on; for the user.
     """
-    node = Node(config, person)
-    async with LoopWatchdog():
+    with StateLock(config.state_dir):
+        await _serve(config, person)
+
+
+async def _serve(config: DaemonConfig, person: Person) -> None:
+    async with LoopWatchdog() as watchdog:
+        node = Node(config, person, watchdog=watchdog)
         server = await serve(node, config.socket, group=config.socket_group)
         running = asyncio.create_task(node.run(), name="node")
         loop = asyncio.get_running_loop()

@@ -26,6 +26,7 @@ from peerllm.protocol.errors import PeerAway, PeerllmError, ProtocolError, RoomI
 from peerllm.protocol.messages import Loading, Message, Offer, Ready, Refusal
 from peerllm.protocol.requests import Event, GenerateRequest, ModelInfo
 from peerllm.rooms import RoomClient, SeatedPeer
+from peerllm.telemetry.watchdog import LoopWatchdog
 
 log = structlog.get_logger(__name__)
 
@@ -40,12 +41,13 @@ class _PeerRestarted(Exception):
 class Node:
     """`run` until it is cancelled or something ends it for good; the API asks it meanwhile."""
 
-    def __init__(self, config: DaemonConfig, person: Person, *, engine_factory: type[Engine] = Engine) -> None:
+    def __init__(self, config: DaemonConfig, person: Person, *, watchdog: LoopWatchdog) -> None:
         self._config = config
         self._person = person
+        self._watchdog = watchdog
         self._instance = secrets.token_hex(8)
         self._their_instance: str | None = None
-        self._engine = engine_factory(
+        self._engine = Engine(
             on_progress=lambda stage, fraction: self._setup.progressed(stage, fraction),
             on_lost=self._engine_lost,
             on_restored=self._engine_restored,
@@ -277,6 +279,7 @@ class Node:
                 "beat_age_s": self._engine.beat_age,
                 "restarts": self._engine.restarts,
             },
+            "loop": self._watchdog.summary(),
             "queue": {"waiting": self._queue.waiting, "active": self._queue.active},
             "link": None
             if stats is None

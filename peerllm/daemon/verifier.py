@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from peerllm.daemon.channel import MessageChannel
+from peerllm.daemon.deadlines import StepDeadline
 from peerllm.daemon.drafter import Boundary
 from peerllm.daemon.engine import Engine
 from peerllm.decoding.verifying import Repeat, VerifyingSession
@@ -45,6 +46,8 @@ class Verifier:
         self._sessions: OrderedDict[int, VerifyingSession] = OrderedDict()
         self._jobs: asyncio.Queue[tuple[int, _Job]] = asyncio.Queue()
         self._queued_bytes = 0
+        self._blocks = StepDeadline()
+        self._prefills = StepDeadline(limits.PREFILL_DEADLINE_SECONDS)
         self._room = asyncio.Event()
         self._room.set()
 
@@ -116,9 +119,16 @@ class Verifier:
             return  # rows before these were lost with a connection: the block that follows tells the sender
         session.check_prefill(message.start, message.rows)
         self._check_hidden(message.hidden, message.rows)
+        began = time.monotonic()
         await self._engine.call(
-            "prefill", message.hidden, session=message.session, start=message.start, rows=message.rows
+            "prefill",
+            message.hidden,
+            deadline=self._prefills.seconds,
+            session=message.session,
+            start=message.start,
+            rows=message.rows,
         )
+        self._prefills.took(time.monotonic() - began)
         session.prefilled(message.start, message.rows)
         await self._channel.send(PrefillTaken(session=message.session, length=session.length))
 
@@ -134,9 +144,16 @@ class Verifier:
             await self._channel.send(decision.verdict)
             return
         self._check_hidden(block.hidden, len(block.candidates) + 1)
+        began = time.monotonic()
         reply = await self._engine.call(
-            "verify", block.hidden, session=block.session, start=block.start, candidates=list(block.candidates)
+            "verify",
+            block.hidden,
+            deadline=self._blocks.seconds,
+            session=block.session,
+            start=block.start,
+            candidates=list(block.candidates),
         )
+        self._blocks.took(time.monotonic() - began)
         values = reply.values
         verdict = Verdict(
             session=block.session,

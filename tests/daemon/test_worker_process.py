@@ -1,0 +1,156 @@
+"""Against a worker of the test's own that speaks the same frames: quick, and it misbehaves on request."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from peerllm.daemon.engine import Engine
+from peerllm.daemon.worker_process import WorkerProcess
+from peerllm.protocol.errors import BadRequest, PeerllmError, WorkerDied, WorkerHung
+
+SCRIPT = """
+import argparse, os, socket, sys, threading, time
+from peerllm.protocol.pipe import FrameReader, encode_frame
+parser = argparse.ArgumentParser(); parser.add_argument("--fd", type=int)
+pipe = socket.socket(fileno=parser.parse_args().fd)
+lock = threading.Lock()
+def send(header, payload=b""):
+    with lock:
+        for buffer in encode_frame(header, payload):
+            pipe.sendall(buffer)
+def beat():
+    while True:
+        send({"event": "beat"}); time.sleep(0.05)
+threading.Thread(target=beat, daemon=True).start()
+reader = FrameReader()
+while data := pipe.recv(65536):
+    for header, payload in reader.feed(data):
+        op, number = header["op"], header["id"]
+        if op == "echo":
+            send({"event": "progress", "stage": "echoing", "fraction": 0.5})
+            send({"id": number, "ok": {"value": header["value"]}}, payload)
+        elif op == "refuse":
+            send({"id": number, "error": {"code": "invalid_request", "message": "no", "param": "x"}})
+        elif op == "die":
+            os._exit(3)
+        elif op == "sleep":
+            time.sleep(header["seconds"]); send({"id": number, "ok": {}})
+        elif op == "load":
+            send({"id": number, "ok": {"pid": os.getpid()}})
+os._exit(0)
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    script = tmp_path / "worker.py"
+    script.write_text(SCRIPT)
+    return [sys.executable, str(script)]
+
+
+@pytest.fixture
+async def worker(command: list[str]) -> AsyncIterator[WorkerProcess]:
+    process = WorkerProcess(command=command, hung_seconds=1.0)
+    await process.start()
+    yield process
+    await process.close()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def test_calls_are_answered_with_their_payload_and_in_order(worker: WorkerProcess) -> None:
+    payload = os.urandom(1 << 20)
+    replies = await asyncio.gather(*(worker.call("echo", payload, value=number) for number in range(5)))
+    assert [reply.values["value"] for reply in replies] == list(range(5))
+    assert all(reply.payload == payload for reply in replies)
+
+
+async def test_what_the_worker_refuses_is_the_typed_error(worker: WorkerProcess) -> None:
+    with pytest.raises(BadRequest, match="no") as caught:
+        await worker.call("refuse")
+    assert caught.value.param == "x"
+    assert (await worker.call("echo", value=1)).values == {"value": 1}
+
+
+async def test_a_worker_that_dies_fails_every_call_that_waits(worker: WorkerProcess) -> None:
+    results = await asyncio.gather(
+        worker.call("sleep", seconds=0.1), worker.call("die"), worker.call("echo", value=1), return_exceptions=True
+    )
+    assert isinstance(results[1], WorkerDied)
+    assert isinstance(results[2], WorkerDied)
+    assert "exit status 3" in str(results[1])
+    with pytest.raises(WorkerDied):
+        await worker.call("echo", value=1)
+
+
+async def test_a_worker_that_is_stopped_is_found_by_its_silence_and_killed(worker: WorkerProcess) -> None:
+    assert worker.pid is not None
+    await worker.call("echo", value=1)
+    os.kill(worker.pid, signal.SIGSTOP)
+    with pytest.raises(WorkerHung, match="silent"):
+        await worker.call("echo", value=2)
+
+
+async def test_a_call_that_runs_past_its_deadline_ends_the_worker(worker: WorkerProcess) -> None:
+    with pytest.raises(WorkerHung, match="'sleep'"):
+        await worker.call("sleep", seconds=60, deadline=0.2)
+    with pytest.raises(WorkerHung):
+        await worker.call("echo", value=1)
+
+
+async def test_a_long_call_within_its_deadline_is_no_hang(worker: WorkerProcess) -> None:
+    await worker.call("sleep", seconds=1.5, deadline=30)  # longer than the silence that is allowed: it beats meanwhile
+
+
+async def test_the_worker_ends_when_it_is_closed(command: list[str]) -> None:
+    worker = WorkerProcess(command=command)
+    await worker.start()
+    await worker.call("echo", value=1)
+    assert worker.pid is not None
+    await worker.close()
+    assert not is_running(worker.pid)
+
+
+async def test_progress_reaches_the_daemon(command: list[str]) -> None:
+    seen: list[tuple[str, float]] = []
+    worker = WorkerProcess(command=command, on_progress=lambda stage, fraction: seen.append((stage, fraction)))
+    await worker.start()
+    await worker.call("echo", value=1)
+    await worker.close()
+    assert seen == [("echoing", 0.5)]
+
+
+async def test_after_a_death_a_successor_loads_the_same(command: list[str]) -> None:
+    lost: list[PeerllmError] = []
+    restored = asyncio.Event()
+    engine = Engine(
+        on_progress=lambda stage, fraction: None,
+        on_lost=lost.append,
+        on_restored=restored.set,
+        make_worker=lambda **options: WorkerProcess(command=command, **options),
+    )
+    await engine.start()
+    first = (await engine.load(folder="f"))["pid"]
+    with pytest.raises(WorkerDied):
+        await engine.call("die")
+    assert engine.state == "restarting"
+    async with asyncio.timeout(30):
+        await restored.wait()
+    assert [error.code for error in lost] == ["worker_died"]
+    assert engine.loaded is not None
+    assert engine.loaded["pid"] != first
+    assert engine.restarts == 1
+    assert (await engine.call("echo", value=1)).values == {"value": 1}
+    await engine.close()

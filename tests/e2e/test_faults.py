@@ -1,0 +1,145 @@
+"""What goes wrong: dead and hung workers, clients that leave, peers that do not fit, daemons that collide."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from peerllm.cli.demo_processes import DemoFailed, stage
+from peerllm.protocol.errors import PeerllmError
+from tests.e2e.rooms import RoomOfTwo, kill, room_code, room_of_two, start_daemon, start_signaling, wait_until
+from tests.tiny_models import make_model
+
+LONG = {"prompt": "the tide", "max_tokens": 400, "temperature": 0, "draft_length": 0}
+
+
+@pytest.fixture(scope="module")
+def slow_room(tiny_model: Path) -> Iterator[RoomOfTwo]:
+    """A round trip of 40 ms, so that a long answer is still being made when something happens to it."""
+    with room_of_two(str(tiny_model), rtt=40.0) as both:
+        yield both
+
+
+def begin_answer(room: RoomOfTwo, peer: str):  # type: ignore[no-untyped-def]
+    events = getattr(room, peer).client.stream("/v1/completions", LONG)
+    for event in events:
+        if event["choices"] and event["choices"][0]["text"]:
+            return events
+    raise AssertionError("no text came")
+
+
+@pytest.mark.parametrize("asked", ["first", "second"])
+@pytest.mark.parametrize("hit", ["first", "second"])
+def test_a_killed_worker_ends_the_request_in_a_typed_error_and_is_replaced(
+    slow_room: RoomOfTwo, asked: str, hit: str
+) -> None:
+    events = begin_answer(slow_room, asked)
+    kill(getattr(slow_room, hit).worker_pid())
+    with pytest.raises(PeerllmError) as caught:
+        list(events)
+    assert caught.value.code in ("worker_died", "peer_away")
+    for daemon in (slow_room.first, slow_room.second):
+        daemon.wait_well()
+    assert slow_room.first.complete("the tide", max_tokens=8)["tokens"] == 8
+
+
+def test_a_stopped_worker_is_found_and_replaced_and_health_says_so(slow_room: RoomOfTwo) -> None:
+    events = begin_answer(slow_room, "first")
+    kill(slow_room.second.worker_pid(), signal.SIGSTOP)
+    began = time.monotonic()
+    wait_until(lambda: not slow_room.second.is_well(), 10)
+    with pytest.raises(PeerllmError) as caught:
+        list(events)
+    assert time.monotonic() - began < 30
+    assert caught.value.code in ("worker_hung", "peer_away")
+    for daemon in (slow_room.first, slow_room.second):
+        daemon.wait_well()
+
+
+@pytest.mark.parametrize("peer", ["first", "second"])
+def test_a_client_that_goes_away_stops_its_answer(slow_room: RoomOfTwo, peer: str) -> None:
+    events = begin_answer(slow_room, peer)
+    assert slow_room.first.status()["queue"]["active"] == 1
+    events.close()
+    wait_until(lambda: slow_room.first.status()["queue"]["active"] == 0, 2)
+    assert slow_room.first.complete("the tide", max_tokens=4)["tokens"] == 4
+
+
+def test_requests_of_both_peers_wait_in_one_line(slow_room: RoomOfTwo) -> None:
+    events = begin_answer(slow_room, "second")
+    waiting = slow_room.first.client.stream("/v1/completions", LONG | {"max_tokens": 4})
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(os.fspath(slow_room.first.socket))
+    body = b'{"prompt": "x", "max_tokens": 1}'
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(body) + body
+    )
+    wait_until(lambda: slow_room.first.status()["queue"]["waiting"] == 1, 5)
+    connection.close()
+    wait_until(lambda: slow_room.first.status()["queue"]["waiting"] == 0, 5)
+    events.close()
+    assert list(waiting)[-1]
+
+
+@pytest.mark.parametrize(
+    ("up", "join", "why"),
+    [
+        (("--layers", "0:3"), ("--layers", "2:4"), "held twice"),
+        (("--layers", "0:1"), ("--layers", "2:4"), "held by nobody"),
+        (("--layers", "0:4"), (), "empty"),
+        (("--layers", "0:2"), ("--layers", "2:9"), "beyond the model"),
+        (("--dtype", "float32"), ("--dtype", "bfloat16"), "no dtype in common"),
+    ],
+)
+def test_divisions_that_cannot_work_are_refused_on_both_sides_with_the_reason(
+    tiny_model: Path, up: tuple[str, ...], join: tuple[str, ...], why: str
+) -> None:
+    with stage() as here:
+        signaling = start_signaling(here)
+        first = start_daemon(here, "first", signaling, "up", "--model", str(tiny_model), *up)
+        second = start_daemon(here, "second", signaling, "join", room_code(first), "--model", str(tiny_model), *join)
+        for daemon in (first, second):
+            with pytest.raises(DemoFailed, match=why):
+                daemon.child.wait_for("Ready:", 60)
+
+
+def test_a_joiner_with_another_model_is_refused_and_what_differs_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    other = make_model(tmp_path / "other", "llama", seed=5)
+    with stage() as here:
+        signaling = start_signaling(here)
+        first = start_daemon(here, "first", signaling, "up", "--model", str(tiny_model))
+        second = start_daemon(here, "second", signaling, "join", room_code(first), "--model", str(other))
+        for daemon in (first, second):
+            with pytest.raises(DemoFailed, match=r"weights in model\.safetensors"):
+                daemon.child.wait_for("Ready:", 60)
+
+
+def test_a_joiner_never_opens_a_path_that_the_other_side_names(tiny_model: Path) -> None:
+    with stage() as here:
+        signaling = start_signaling(here)
+        first = start_daemon(here, "first", signaling, "up", "--model", str(tiny_model))
+        second = start_daemon(here, "second", signaling, "join", room_code(first))
+        with pytest.raises(DemoFailed, match="--model"):
+            second.child.wait_for("Ready:", 60)
+
+
+def test_a_second_daemon_on_the_same_socket_or_state_is_refused_and_the_first_lives_on(
+    room: RoomOfTwo, tiny_model: Path
+) -> None:
+    with stage() as here:
+        for taken in (
+            ("--socket", str(room.first.socket), "--state-dir", str(here.folder / "own")),
+            ("--socket", str(here.folder / "own.sock"), "--state-dir", str(room.stage.folder / "first")),
+        ):
+            command = ("peerllm", "up", "--model", str(tiny_model), "--signaling", room.signaling, *taken)
+            child = here.start(f"late-{len(taken[1])}", *command)
+            with pytest.raises(DemoFailed, match="another"):
+                child.wait_for("Room code", 60)
+    assert room.first.complete("the tide", max_tokens=4)["tokens"] == 4
