@@ -109,6 +109,9 @@ SIGNALING_HEARTBEAT_SECONDS = 10.0
 """A ping to the signaling server so often; no answer within half of it: the socket is half open."""
 SIGNALING_PROBE_SECONDS = 1.0
 """How long a socket that is under suspicion may take to answer before a fresh one is opened."""
+SIGNALING_RECONNECT_SECONDS = (2.0, 2.0, 3.0, 5.0)
+"""How long each attempt to reach it again may take, the last one for ever: short at first, so that the moment when a
+network returns is not slept through in a TCP retransmission."""
 SIGNALING_RETRY_SECONDS = (0.1, 0.3, 0.6, 1.0, 2.0)
 """Pauses between attempts to reach the signaling server again, the last one for ever; each shortened at random."""
 SIGNALING_RESTART_SECONDS = 60.0
@@ -117,8 +120,9 @@ MAX_SIGNALING_FRAME_BYTES = MAX_SIGNALING_BYTES + 256
 """A sealed body and its envelope."""
 MAX_QUEUED_SIGNALING = 256
 """Messages of one attempt that wait to be read."""
-ATTEMPT_SECONDS = 4.0
-"""For the handshake of one attempt, the other peer's absence included."""
+ATTEMPT_SECONDS = 3.5
+"""For the handshake of one attempt, the other peer's absence included: less than SIGNALING_SECONDS, so that the error is
+the one that knows the cause."""
 ABSENCE_SECONDS = 2.0
 """How long the other peer may be gone from the rendezvous before an attempt under way is given up."""
 MAX_INTRODUCTIONS = MAX_PEERS
@@ -159,6 +163,8 @@ SESSION_KEPT_SECONDS = 120.0
 ROUND_DEADLINE_SECONDS = 10.0
 """A round's deadline is the larger of this and ROUND_DEADLINE_FACTOR times the median round."""
 ROUND_DEADLINE_FACTOR = 20
+PREFILL_DEADLINE_SECONDS = 60.0
+"""The same floor for one prefill chunk: the first of a large model on a cold CPU is slow and well."""
 HEARTBEAT_SECONDS = 0.5
 WORKER_HUNG_SECONDS = 10.0
 """A worker whose heartbeat thread is silent for so long is stopped, swapped out or dead."""

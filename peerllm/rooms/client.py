@@ -1,0 +1,192 @@
+"""What the daemon calls: open a room, join one, meet a peer again."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from peerllm.protocol import limits
+from peerllm.protocol.errors import (
+    ProtocolError,
+    RoomError,
+    SignalingUnreachable,
+)
+from peerllm.rooms import keys, pake, server, wire
+from peerllm.rooms.codes import RoomCode
+from peerllm.rooms.room import Room, new_token, open_room
+from peerllm.rooms.seated import SeatedPeer
+
+
+class RoomClient:
+    """Rooms on one signaling server, with the keys of one state directory.
+
+    Args:
+        insecure: allow `ws://` to servers that are not on this machine.
+        clock: Unix time; tests give their own.
+    """
+
+    def __init__(
+        self,
+        signaling_url: str,
+        state_dir: Path,
+        *,
+        insecure: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.signaling_url = signaling_url
+        self.store = keys.KeyStore(state_dir)
+        self.versions = wire.VERSIONS
+        self._insecure = insecure
+        self._clock = clock
+
+    async def open(self, *, seats: int = 1, on_guess: Callable[[int, int], None] | None = None) -> Room:
+        """A room with a fresh code for `seats` further peers. `on_guess(guesses, left)` hears of every wrong guess.
+
+        Raises:
+            SignalingUnreachable, RoomError: in words.
+        """
+        identity = await asyncio.to_thread(self.store.identity)
+        token = new_token()
+        socket, number = await open_room(self.signaling_url, token, seats, insecure=self._insecure)
+
+        async def seat(paired: pake.Paired) -> SeatedPeer:
+            return await self._seat(identity, paired, is_opener=True)
+
+        return Room(
+            socket,
+            number,
+            token,
+            identity,
+            url=self.signaling_url,
+            insecure=self._insecure,
+            seats=seats,
+            seat=seat,
+            on_guess=on_guess,
+            versions=self.versions,
+        )
+
+    async def join(self, code: str) -> SeatedPeer:
+        """The peer that opened the room of this code. Ends within JOIN_SECONDS.
+
+        Raises:
+            WrongCode, RoomNotFound, RoomCrowded, RoomClosed, VersionMismatch, SignalingUnreachable, RoomError,
+            ProtocolError: each says what happened and what to do.
+        """
+        parsed = RoomCode.parse(code)
+        identity = await asyncio.to_thread(self.store.identity)
+        until = time.monotonic() + limits.JOIN_SECONDS
+        while True:
+            try:
+                async with asyncio.timeout(until - time.monotonic()):
+                    paired = await self._claim(parsed, identity)
+                break
+            except TimeoutError:
+                raise RoomError(
+                    "Joining took too long: the peer that opened the room does not answer, or the signaling server "
+                    "withholds what it says. Try again."
+                ) from None
+            except server.TryAgain:
+                if time.monotonic() + 1 > until:
+                    raise
+                await asyncio.sleep(random.uniform(0.2, 0.8))
+        if paired.remote_key == identity.public_key().public_bytes_raw():
+            raise ProtocolError("This room was opened by this very daemon, or by a copy of its state directory.")
+        return await self._seat(identity, paired, is_opener=False)
+
+    async def resume(self, room: str | None = None) -> SeatedPeer:
+        """A peer met before, without words: the named room, or the one met last.
+
+        Raises:
+            RoomNotFound: it is not known here.
+        """
+        known = await asyncio.to_thread(self.store.room, room)
+        identity = await asyncio.to_thread(self.store.identity)
+        server.check_url(self.signaling_url, insecure=self._insecure)
+        return await self._make_seated(identity, known)
+
+    async def _claim(self, code: RoomCode, identity: X25519PrivateKey) -> pake.Paired:
+        public = identity.public_key().public_bytes_raw()
+        joiner = pake.Joiner(code.number, code.password, public, versions=self.versions)
+        socket, greeting = await _both(self.signaling_url, joiner, self._insecure)
+        try:
+            await socket.say("claim", room=code.number, greeting=base64.b64encode(greeting).decode())
+            confirmation = await asyncio.to_thread(joiner.take_greeting, await _body(socket))
+            await socket.send(confirmation)
+            done, paired = joiner.take_confirmation(await _body(socket))
+            await socket.send(done)
+            await _seated(socket)
+            return paired
+        finally:
+            await socket.close()
+
+    async def _seat(self, identity: X25519PrivateKey, paired: pake.Paired, *, is_opener: bool) -> SeatedPeer:
+        public = identity.public_key().public_bytes_raw()
+        now = int(self._clock())
+        known = keys.KnownRoom(
+            name=keys.room_name(public, paired.remote_key),
+            peer=paired.remote_key.hex(),
+            is_opener=is_opener,
+            signaling=self.signaling_url,
+            paired_at=now,
+            met_at=now,
+        )
+        await asyncio.to_thread(self.store.remember, known)
+        peer = await self._make_seated(identity, known)
+        peer.introductions.extend(() if is_opener else paired.introductions)
+        return peer
+
+    async def _make_seated(self, identity: X25519PrivateKey, known: keys.KnownRoom) -> SeatedPeer:
+        peer = SeatedPeer(
+            identity=identity,
+            remote_id=known.remote_key,
+            is_opener=known.is_opener,
+            signaling_url=self.signaling_url,
+            insecure=self._insecure,
+            room_name=known.name,
+            versions=self.versions,
+            clock=self._clock,
+        )
+        peer.start()
+        return peer
+
+
+async def _both(url: str, joiner: pake.Joiner, insecure: bool) -> tuple[server.ServerSocket, bytes]:
+    """Connects and computes the greeting at the same time."""
+    greeting = asyncio.create_task(asyncio.to_thread(joiner.greeting))
+    try:
+        socket = await server.connect(url, insecure=insecure)
+    except BaseException:
+        await asyncio.gather(greeting, return_exceptions=True)
+        raise
+    return socket, await greeting
+
+
+async def _body(socket: server.ServerSocket) -> bytes:
+    """What the opener says next. Raises what the server says in its place."""
+    while True:
+        message = await socket.receive()
+        if isinstance(message, bytes):
+            return message
+        if message["op"] == "error":
+            raise server.error_of(message.get("code"))
+
+
+async def _seated(socket: server.ServerSocket) -> None:
+    try:
+        while True:
+            message = await socket.receive()
+            if isinstance(message, dict):
+                if message["op"] == "seated":
+                    return
+                if message["op"] == "error":
+                    raise server.error_of(message.get("code"))
+    except SignalingUnreachable:
+        raise RoomError(
+            "The connection was lost at the last step. Try `peerllm resume`, or ask for a new code."
+        ) from None

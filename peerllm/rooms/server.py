@@ -1,0 +1,224 @@
+"""One WebSocket to the signaling server: which may be used, how it is reached, and what its errors mean."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import time
+import urllib.request
+from typing import Any
+
+import aiohttp
+from aiohttp import WSMsgType
+from yarl import URL
+
+from peerllm.protocol import limits
+from peerllm.protocol.errors import (
+    ProtocolError,
+    RoomClosed,
+    RoomCrowded,
+    RoomError,
+    RoomNotFound,
+    SignalingUnreachable,
+)
+
+_PATH = "/v1"
+Message = dict[str, Any] | bytes
+
+_ERRORS: dict[str, tuple[type[RoomError], str]] = {
+    "room_not_found": (
+        RoomNotFound,
+        "There is no room of this number. Codes end after ten minutes, or when someone has joined; ask for a new one.",
+    ),
+    "room_crowded": (RoomCrowded, "The room is crowded: everyone it was opened for is inside."),
+    "room_closed": (RoomClosed, "The room was closed."),
+    "room_guesses": (
+        RoomClosed,
+        f"The room was closed after {limits.MAX_WRONG_GUESSES} wrong guesses. Whoever opened it has to open another.",
+    ),
+    "room_taken": (RoomClosed, "The room's number now belongs to someone else. Open another."),
+    "opener_away": (RoomError, "The peer that opened the room is not there at the moment. Try again in a moment."),
+    "opener_returned": (RoomError, "The peer that opened the room connected anew. Try again."),
+    "room_busy": (RoomError, "Too many peers try to join this room at once. Try again in a moment."),
+    "claim_expired": (RoomError, "Joining took too long: the other peer did not answer in time. Try again."),
+    "refused": (RoomError, "The peer that opened the room refused."),
+    "too_many": (RoomError, "The signaling server refuses more tries from this address for now. Wait a minute."),
+    "too_many_rooms": (
+        RoomError,
+        "Too many rooms are waiting that were opened from this address. Close some, or wait.",
+    ),
+    "server_full": (SignalingUnreachable, "The signaling server is full. Try again later, or use another."),
+    "bad_message": (SignalingUnreachable, "The signaling server does not understand this release of peerllm."),
+}
+
+
+TRANSIENT = frozenset({"room_busy", "opener_away", "opener_returned", "claim_expired"})
+"""Refusals that a moment's patience may mend."""
+
+
+class TryAgain(RoomError):
+    """The server refused for now."""
+
+
+def error_of(code: object) -> RoomError:
+    """What a server's error code means to the user. TryAgain for those in TRANSIENT."""
+    unknown = (RoomError, "The signaling server refused, for a reason that this release does not know.")
+    kind, words = _ERRORS.get(str(code), unknown)
+    return TryAgain(words) if code in TRANSIENT else kind(words)
+
+
+class ServerSocket:
+    """Control messages are maps with `op`; what the other peer said is bytes."""
+
+    def __init__(self, session: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse, url: str) -> None:
+        self._session = session
+        self._socket = socket
+        self._url = url
+        self._heard = asyncio.Event()
+        self.heard_at = time.monotonic()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._socket.closed
+
+    async def say(self, op: str, **fields: Any) -> None:
+        await self._send(json.dumps({"op": op, **fields}, separators=(",", ":")))
+
+    async def send(self, body: bytes) -> None:
+        await self._send(body)
+
+    async def _send(self, data: str | bytes) -> None:
+        try:
+            if isinstance(data, str):
+                await self._socket.send_str(data)
+            else:
+                await self._socket.send_bytes(data)
+        except (ConnectionError, aiohttp.ClientError, RuntimeError) as error:
+            raise self._lost() from error
+
+    async def receive(self) -> Message:
+        """Raises SignalingUnreachable once the connection is over, ProtocolError for what no server says."""
+        while True:
+            message = await self._socket.receive()
+            self.heard_at = time.monotonic()
+            self._heard.set()
+            if message.type is WSMsgType.BINARY:
+                return bytes(message.data)
+            if message.type is WSMsgType.TEXT:
+                return _control(message.data)
+            if message.type is WSMsgType.PING:
+                await self._socket.pong(message.data)
+            elif message.type is not WSMsgType.PONG:
+                raise self._lost()
+
+    async def is_alive(self, seconds: float) -> bool:
+        """Whether anything at all comes back within `seconds` after a ping. Someone has to be in `receive`."""
+        self._heard.clear()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._socket.ping()
+                await self._heard.wait()
+        except (TimeoutError, ConnectionError, aiohttp.ClientError, RuntimeError):
+            return False
+        return not self._socket.closed
+
+    async def close(self) -> None:
+        """At most a second."""
+        try:
+            async with asyncio.timeout(1.0):
+                await self._socket.close()
+        except TimeoutError:
+            pass
+        await self._session.close()
+
+    def _lost(self) -> SignalingUnreachable:
+        return SignalingUnreachable(f"The connection to the signaling server {self._url} was lost.")
+
+
+async def connect(
+    url: str, *, insecure: bool = False, seconds: float = limits.SIGNALING_CONNECT_SECONDS
+) -> ServerSocket:
+    """Raises SignalingUnreachable, with what to do, after at most `seconds`."""
+    target = check_url(url, insecure=insecure)
+    session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+    try:
+        async with asyncio.timeout(seconds):
+            socket = await session.ws_connect(
+                target,
+                proxy=proxy_for(target),
+                autoping=False,  # so that `is_alive` sees the answers to its own
+                heartbeat=limits.SIGNALING_HEARTBEAT_SECONDS,
+                max_msg_size=limits.MAX_SIGNALING_FRAME_BYTES,
+                timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
+            )
+    except TimeoutError as error:
+        await session.close()
+        raise SignalingUnreachable(
+            f"The signaling server {url} does not answer. Is the address right, and does a firewall let it through?"
+        ) from error
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        await session.close()
+        raise SignalingUnreachable(f"The signaling server {url} cannot be reached: {_cause(error)}.") from error
+    except BaseException:
+        await session.close()
+        raise
+    return ServerSocket(session, socket, url)
+
+
+def check_url(url: str, *, insecure: bool = False) -> URL:
+    """The WebSocket's address.
+
+    Raises:
+        SignalingUnreachable: it is none, or it is one that may not be used.
+    """
+    try:
+        parsed = URL(url)
+        host = parsed.host or ""
+    except ValueError as error:
+        raise SignalingUnreachable(f"{url!r} is not the address of a signaling server: {error}.") from error
+    if parsed.scheme not in ("ws", "wss") or not host:
+        raise SignalingUnreachable(f"{url!r} is not the address of a signaling server, such as wss://example.org.")
+    if not is_loopback(host):
+        raise SignalingUnreachable(
+            f"{host} is not this machine. This release uses signaling servers on loopback alone; later ones use others."
+        )
+    return parsed.with_path(parsed.path.rstrip("/") + _PATH) if not parsed.path.endswith(_PATH) else parsed
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def proxy_for(target: URL) -> str | None:
+    """HTTPS_PROXY for wss, HTTP_PROXY for ws, NO_PROXY honoured; never for loopback."""
+    host = target.host or ""
+    if is_loopback(host) or urllib.request.proxy_bypass(host):
+        return None
+    proxies = urllib.request.getproxies()
+    return proxies.get("https" if target.scheme == "wss" else "http") or proxies.get("all")
+
+
+def _control(data: str) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        raise ProtocolError("the signaling server sent what is not JSON") from None
+    if not isinstance(value, dict) or not isinstance(value.get("op"), str):
+        raise ProtocolError("the signaling server sent a message without a name")
+    return value
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, aiohttp.WSServerHandshakeError):
+        if error.status in (503, 429):
+            return f"it turns new connections away at the moment (HTTP {error.status})"
+        return f"what answers is no signaling server of peerllm (HTTP {error.status})"
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return f"its certificate is not valid: {error.certificate_error}"
+    return str(error) or type(error).__name__
