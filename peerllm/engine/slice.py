@@ -19,6 +19,7 @@ from transformers import AutoConfig
 
 from peerllm.engine import attention
 from peerllm.engine.cache import CacheView, KvCache
+from peerllm.models.allowlist import check_folder
 from peerllm.protocol.errors import LayersMismatch, ModelUnsupported
 from peerllm.protocol.identity import LayerRange
 
@@ -60,14 +61,10 @@ def read_config(folder: Path | str) -> Any:
     """transformers' configuration of the model in `folder`; no code of the model's is ever run.
 
     Raises:
-        ModelUnsupported: a family that this engine has no tests for.
+        ModelError: no model there, or one that this engine has no tests for, with the reason.
     """
-    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    if config.model_type not in _FAMILIES:
-        raise ModelUnsupported(
-            f"models of type {config.model_type!r} are not supported; these are: {', '.join(sorted(_FAMILIES))}"
-        )
-    return config
+    check_folder(Path(folder))
+    return AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
 
 
 class ModelSlice(nn.Module):
@@ -117,7 +114,7 @@ class ModelSlice(nn.Module):
         """This module's parameters and the checkpoint's tensors that they are read from. A tied head is read from the
         embedding's tensor; on a slice that has both, the parameter is one."""
         names: dict[str, str] = {}
-        for name, _ in self.named_parameters():
+        for name, _ in self.named_parameters(remove_duplicate=False):
             module, _, rest = name.partition(".")
             if module == "layers":
                 index, _, tail = rest.partition(".")

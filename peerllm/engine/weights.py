@@ -8,38 +8,24 @@ from pathlib import Path
 import torch
 
 from peerllm.engine.slice import ModelSlice
+from peerllm.models.checkpoint import Checkpoint, load_parameters
 
 Progress = Callable[[str, float], None]
+"""A stage in words, and the fraction of it that is done."""
 
 
 def load_weights(
-    part: ModelSlice, folder: Path | str, dtype: torch.dtype, device: torch.device | str, progress: Progress
+    part: ModelSlice,
+    folder: Path | str,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: Progress,
+    stage: str = "reading weights",
 ) -> None:
     """Reads the tensors of `part` from the safetensors files in `folder` to `device` as `dtype`.
 
     Raises:
         ModelError: files or tensors are missing or of another shape.
     """
-    import json
-
-    from safetensors import safe_open
-
-    folder = Path(folder)
-    index = folder / "model.safetensors.index.json"
-    names = part.weight_map()
-    if index.exists():
-        where = json.loads(index.read_text())["weight_map"]
-    else:
-        where = dict.fromkeys(names.values(), "model.safetensors")
-    parameters = dict(part.named_parameters())
-    for count, (name, tensor_name) in enumerate(names.items()):
-        with safe_open(folder / where[tensor_name], framework="pt") as file:
-            tensor = file.get_tensor(tensor_name)
-        module = part.get_submodule(name.rpartition(".")[0])
-        leaf = name.rpartition(".")[2]
-        old = parameters[name]
-        new = torch.nn.Parameter(tensor.to(device=device, dtype=dtype, copy=True), requires_grad=False)
-        setattr(module, leaf, new)
-        if part.embed is not None and part.head is not None and old is part.head.weight:
-            part.head.weight = new
-        progress("reading weights", (count + 1) / len(names))
+    checkpoint = Checkpoint.open(folder)
+    load_parameters(part, checkpoint, part.weight_map(), dtype, device, lambda fraction: progress(stage, fraction))

@@ -10,8 +10,8 @@ from peerllm.engine.drafting.base import Drafter, NoDrafter
 from peerllm.engine.drafting.model import ModelDrafter
 from peerllm.engine.drafting.ngram import NgramDrafter
 from peerllm.engine.slice import ModelSlice, read_config
-from peerllm.engine.tokens import vocabulary_of
 from peerllm.engine.weights import Progress, load_weights
+from peerllm.models.tokenizer import Tokenizer
 from peerllm.protocol import limits
 from peerllm.protocol.errors import BadRequest, DraftMismatch
 from peerllm.protocol.identity import LayerRange
@@ -45,7 +45,7 @@ def build_drafter(
     check_same_tokenizer(target, path)
     config = read_config(path)
     part = ModelSlice(config, LayerRange(0, config.num_hidden_layers))
-    load_weights(part, path, dtype, device, lambda _, fraction: progress("reading the draft model", fraction))
+    load_weights(part, path, dtype, device, progress, "reading the draft model")
     # The last block may reach the context's end; a draft that ends earlier than the target would stop helping there.
     capacity = context + limits.MAX_CANDIDATES + 1
     part.prepare(capacity)
@@ -58,7 +58,7 @@ def check_same_tokenizer(target: Path | str, draft: Path | str) -> None:
     Raises:
         DraftMismatch: with the first difference.
     """
-    ours, theirs = vocabulary_of(target), vocabulary_of(draft)
+    ours, theirs = Tokenizer.load(target).token_map(), Tokenizer.load(draft).token_map()
     if ours == theirs:
         return
     different = sorted(ours.items() ^ theirs.items(), key=lambda item: (item[1], item[0]))[0]
