@@ -200,11 +200,7 @@ def test_a_draft_with_another_tokenizer_is_refused(model, tmp_path):
 
 
 def test_arguments_that_make_no_engine_are_named(model):
-    for options, param in (
-        ({"dtype": "load"}, "dtype"),
-        ({"draft": "oracle"}, "draft"),
-        ({"weights": "q3"}, "weights"),
-    ):
+    for param, value in {"dtype": "load", "draft": "oracle", "weights": "q3"}.items():
         with pytest.raises(BadRequest) as caught:
             Engine.load(model.folder, LayerRange(0, 2), **{param: value})
         assert caught.value.param == param
