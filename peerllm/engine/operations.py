@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from peerllm import models
 from peerllm.engine.engine import Engine, machine
 from peerllm.engine.results import Prefilled
 from peerllm.engine.tokens import Tokens
 from peerllm.engine.weights import Progress
 from peerllm.protocol import limits
 from peerllm.protocol.errors import EngineError, ProtocolError
-from peerllm.protocol.fields import from_map
+from peerllm.protocol.fields import from_map, to_map
 from peerllm.protocol.identity import LayerRange, ModelIdentity
 from peerllm.protocol.requests import ChatMessage, Sampling
 
@@ -67,8 +68,6 @@ class Operations:
         return machine(), b""
 
     def _describe(self, header: dict[str, Any], payload: bytes) -> Answer:
-        from peerllm import models
-
         found = models.describe(
             _text(header, "model"),
             revision=_optional_text(header, "revision"),
@@ -78,8 +77,6 @@ class Operations:
         return found.to_map(), b""
 
     def _find(self, header: dict[str, Any], payload: bytes) -> Answer:
-        from peerllm import models
-
         found = models.find(
             from_map(ModelIdentity, header.get("identity")),
             _optional_text(header, "source"),
@@ -90,8 +87,6 @@ class Operations:
         return found.to_map(), b""
 
     def _fetch(self, header: dict[str, Any], payload: bytes) -> Answer:
-        from peerllm import models
-
         folder = models.fetch(
             _text(header, "model"),
             revision=_optional_text(header, "revision"),
@@ -101,9 +96,7 @@ class Operations:
         return {"folder": str(folder)}, b""
 
     def _models(self, header: dict[str, Any], payload: bytes) -> Answer:
-        from peerllm import models
-
-        return {"models": models.cached_models()}, b""
+        return {"models": [to_map(each) for each in models.cached_models()]}, b""
 
     def _load(self, header: dict[str, Any], payload: bytes) -> Answer:
         folder = Path(_text(header, "folder"))
