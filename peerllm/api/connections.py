@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import cast
 
 import structlog
 
@@ -68,8 +69,11 @@ class _Client(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if not isinstance(transport, asyncio.Transport):
-            raise TypeError(f"{type(transport).__name__} is not a stream's transport")
+        # A stream's transport, always: uvloop's has asyncio's methods without being its subclass.
+        stream = cast(asyncio.Transport, transport)
+        self._made(stream)
+
+    def _made(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self._inner = self._connections.admit(transport, self)
         if self._inner is None:

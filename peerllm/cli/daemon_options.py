@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peerllm.cli.client import add_socket_argument, socket_path
+from peerllm.cli.client import socket_path
 from peerllm.protocol.errors import BadRequest, PeerllmError
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, metavar="N", help="tokens that the caches hold; default: the model's")
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda:0, …; default: the first GPU, else cpu")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of the engine")
-    add_socket_argument(parser)
     parser.add_argument(
         "--signaling",
         metavar="URL",

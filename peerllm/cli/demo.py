@@ -23,7 +23,6 @@ from peerllm.cli.progress import Progress
 from peerllm.cli.terminal import printable
 from peerllm.protocol.errors import PeerllmError
 
-HELP = "run the main job on this machine: two daemons, one model, one question"
 MODEL = "smollm2-135m-instruct"
 PROMPT = "Explain in a few sentences why the sky is blue, and then repeat the explanation for a child."
 _START_SECONDS = 60.0
@@ -61,7 +60,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         with stage() as here:
             first, second = _open_room(here, args, progress, say)
-            figures = _measure(args, Client(first), Client(second), say)
+            try:
+                figures = _measure(args, Client(first), Client(second), say)
+            except PeerllmError as error:
+                raise DemoFailed(f"{error.message}\n{here.log_tails()}") from error
     except KeyboardInterrupt:
         progress.done()
         print("peerllm: stopped", file=sys.stderr)
@@ -82,7 +84,7 @@ def _open_room(
 ) -> tuple[Path, Path]:
     """Both daemons' sockets, once both are ready."""
     progress.update("starting the signaling server")
-    signaling = here.start("signaling", "peerllm_signaling.main", "--host", "127.0.0.1", "--port", "0")
+    signaling = here.start("signaling", "peerllm_signaling", "--host", "127.0.0.1", "--port", "0")
     port = signaling.wait_for(r"127\.0\.0\.1:(\d+)", _START_SECONDS)[1]
     common = [
         *("--signaling", f"ws://127.0.0.1:{port}", "--loopback", "--rtt", str(args.rtt)),

@@ -109,6 +109,9 @@ class Stage:
         self._children.append(child)
         return child
 
+    def log_tails(self) -> str:
+        return "\n".join(child.log_tail() for child in self._children)
+
     def stop(self) -> None:
         for child in self._children:
             child.ask_to_stop()

@@ -6,8 +6,6 @@ import argparse
 
 from peerllm.cli.daemon_options import add_daemon_arguments, config_of, run_daemon
 
-HELP = "join a room by its code, and serve"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("code", metavar="CODE", help="the room code, such as 4127-copper-walrus-anthem")

@@ -6,8 +6,6 @@ import argparse
 
 from peerllm.cli.daemon_options import CODECS, add_daemon_arguments, config_of, run_daemon
 
-HELP = "open a room, print its code, and serve"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="M", help="a folder, a hub id, or smollm2-135m-instruct")

@@ -94,7 +94,7 @@ def wait_until(condition: Any, seconds: float, why: Any = lambda: "") -> None:
 
 
 def start_signaling(here: Stage) -> str:
-    child = here.start("signaling", "peerllm_signaling.main", "--host", "127.0.0.1", "--port", "0")
+    child = here.start("signaling", "peerllm_signaling", "--host", "127.0.0.1", "--port", "0")
     return f"ws://127.0.0.1:{child.wait_for(r'127.0.0.1:([0-9]+)', START_SECONDS)[1]}"
 
 
