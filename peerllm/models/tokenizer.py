@@ -126,6 +126,10 @@ class Tokenizer:
         # `verbose` would warn beyond model_max_length; the caller knows the context and refuses by it.
         return list(self._backend(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
+    def _has_text(self, token: int) -> bool:
+        """False for what `decode` leaves out: special tokens, and ids that are padding of the model's embedding."""
+        return token not in self._special and self._backend.backend_tokenizer.id_to_token(token) is not None
+
     def _adds_bos(self) -> bool:
         return self._encode("", add_special_tokens=True)[:1] == [self.bos_token_id]
 
@@ -146,8 +150,7 @@ class TextStream:
 
     def push(self, tokens: Iterable[int]) -> str:
         """What these tokens add. Characters that are not whole yet come out with a later push."""
-        special = self._tokenizer._special
-        fresh = [token for token in tokens if token not in special]
+        fresh = [token for token in tokens if self._tokenizer._has_text(token)]
         if not fresh:
             return ""
         self._pending += fresh
