@@ -1,38 +1,47 @@
-"""The project's one CBOR decoder: bounded in depth, size and kind, strict about everything.
+"""The project's one CBOR decoder (RFC 8949): bounded in depth, size and number, strict about everything.
 
-What is refused: more than `max_bytes`, trailing bytes, nesting beyond `limits.MAX_CBOR_DEPTH`, indefinite lengths,
-duplicate keys, map keys that are not text, every tag (so also bignums, shared references and string references),
-`undefined`, simple values, and NaN or infinite floats. See bugs.md 22's kind: CVE-2025-68131, CVE-2026-26209.
+What is taken: null, true, false, integers of at most 64 bits, finite floats, text, bytes, arrays, and maps whose keys
+are text. Refused, before anything is built of it: more than `max_bytes`, more than MAX_CBOR_ITEMS values, nesting beyond
+MAX_CBOR_DEPTH, a length beyond what is left, trailing bytes, indefinite lengths, duplicate keys, every tag (so also
+bignums, shared references and string references), `undefined` and other simple values, text that would take more than
+MAX_CBOR_TEXT_BYTES in memory, and surrogates in it.
+
+The decoder is our own: a library's has to be told of each kind that it must not build, and CVE-2025-68131 and
+CVE-2026-26209 are what happens in between. `encode` is cbor2's.
 """
 
 from __future__ import annotations
 
-import io
 import math
-from typing import Any, NoReturn
+import re
+import struct
+import sys
+from typing import Any
 
 import cbor2
 
 from peerllm.protocol import limits
 from peerllm.protocol.errors import ProtocolError
 
-
-def _refuse_tag(tag: cbor2.CBORTag, immutable: bool) -> NoReturn:
-    raise ProtocolError(f"CBOR tag {tag.tag} is not allowed")
-
-
-def _refuse_known_tag(decoder: Any, *_: Any) -> NoReturn:
-    raise ProtocolError("CBOR tags are not allowed")
-
-
-# cbor2 handles these tags itself before it asks the tag hook: replace each of its handlers.
-_KNOWN_TAGS = (0, 1, 2, 3, 4, 5, 25, 28, 29, 30, 35, 36, 37, 43000, 52, 54, 100, 256, 258, 260, 261, 1004, 55799)
-_SEMANTIC_DECODERS = dict.fromkeys(_KNOWN_TAGS, _refuse_known_tag)
+_UINT, _NEGATIVE, _BYTES, _TEXT, _ARRAY, _MAP, _TAG, _SIMPLE = range(8)
+_ARGUMENTS = {24: struct.Struct(">B"), 25: struct.Struct(">H"), 26: struct.Struct(">I"), 27: struct.Struct(">Q")}
+_FLOATS = {25: struct.Struct(">e"), 26: struct.Struct(">f"), 27: struct.Struct(">d")}
+_SIMPLES = {20: False, 21: True, 22: None}
+_LONG_TEXT_BYTES = 4096
+_BEYOND_LATIN_1 = re.compile(rb"[\xc4-\xff]")
+_WIDE = re.compile(rb"[\xf0-\xff]")
 
 
 def encode(value: Any) -> bytes:
-    """Canonical-length CBOR of plain values: None, bool, int, float, str, bytes, list and dict with text keys."""
-    return cbor2.dumps(value)
+    """CBOR of plain values: None, bool, int, float, str, bytes, list and dict with text keys.
+
+    Raises:
+        ProtocolError: of a length at which `decode` could refuse it, and it would.
+    """
+    data = cbor2.dumps(value)
+    if len(data) > limits.MAX_CBOR_ITEMS:  # shorter ones have fewer items, and less text than the limit
+        _Decoder(data).decode()
+    return data
 
 
 def decode(data: bytes, *, max_bytes: int = limits.MAX_MESSAGE_BYTES) -> Any:
@@ -43,49 +52,128 @@ def decode(data: bytes, *, max_bytes: int = limits.MAX_MESSAGE_BYTES) -> Any:
     """
     if len(data) > max_bytes:
         raise ProtocolError(f"a CBOR message of {len(data)} bytes; at most {max_bytes} are allowed")
-    stream = io.BytesIO(data)
-    try:
-        decoder = cbor2.CBORDecoder(
-            stream,
-            tag_hook=_refuse_tag,
-            semantic_decoders=_SEMANTIC_DECODERS,
-            str_errors="strict",
-            read_size=1,
-            max_depth=limits.MAX_CBOR_DEPTH,
-            allow_indefinite=False,
-            allow_duplicate_keys=False,
-            strict_hashable_types=True,
-        )
-        value = decoder.decode()
-    except ProtocolError:
-        raise
-    except Exception as error:
-        # cbor2 lets errors of the types that it builds escape (ValueError, OverflowError, RecursionError, ...).
-        raise ProtocolError(f"not valid CBOR: {type(error).__name__}") from error
-    if stream.tell() != len(data):
-        raise ProtocolError("trailing bytes after a CBOR value")
-    _check_plain(value)
-    return value
+    return _Decoder(data).decode()
 
 
-def _check_plain(value: Any) -> None:
-    """Refuses what the decoder lets through: keys that are not text, floats that are not numbers, other types."""
-    kind = type(value)
-    if kind in (int, str, bytes, bool) or value is None:
-        return
-    if kind is float:
-        if not math.isfinite(value):
-            raise ProtocolError("a CBOR float that is not finite")
-        return
-    if kind is list:
-        for item in value:
-            if type(item) is not int:  # a block's candidates: thousands of integers need no call each
-                _check_plain(item)
-        return
-    if kind is dict:
-        for key, item in value.items():
-            if type(key) is not str:
+class _Decoder:
+    __slots__ = ("_at", "_data", "_items_left", "_text_left")
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+        self._items_left = limits.MAX_CBOR_ITEMS
+        self._text_left = limits.MAX_CBOR_TEXT_BYTES
+
+    def decode(self) -> Any:
+        value = self._value(limits.MAX_CBOR_DEPTH)
+        if self._at != len(self._data):
+            raise ProtocolError("trailing bytes after a CBOR value")
+        return value
+
+    def _value(self, depth: int) -> Any:
+        """The value at the present place. `depth` is how many containers may still be opened."""
+        kind, low, argument = self._head()
+        if kind == _UINT:
+            return argument
+        if kind == _NEGATIVE:
+            return -1 - argument
+        if kind == _BYTES:
+            return self._data[self._take(argument)]
+        if kind == _TEXT:
+            return self._text(argument)
+        if kind == _SIMPLE:
+            return self._simple(low, argument)
+        if kind == _TAG:
+            raise ProtocolError("CBOR tags are not allowed")
+        if depth == 0:
+            raise ProtocolError(f"CBOR nested more than {limits.MAX_CBOR_DEPTH} deep")
+        return self._array(argument, depth - 1) if kind == _ARRAY else self._map(argument, depth - 1)
+
+    def _head(self) -> tuple[int, int, int]:
+        """Major type, the five bits beside it, and the argument (section 3). Counts the item."""
+        data, at = self._data, self._at
+        if at >= len(data):
+            raise ProtocolError("CBOR that is cut short")
+        self._items_left -= 1
+        if self._items_left < 0:
+            raise ProtocolError(f"CBOR of more than {limits.MAX_CBOR_ITEMS} values")
+        first = data[at]
+        kind, low = first >> 5, first & 0x1F
+        if low < 24:
+            self._at = at + 1
+            return kind, low, low
+        form = _ARGUMENTS.get(low)
+        if form is None:
+            raise ProtocolError("CBOR of indefinite length, or not CBOR")
+        end = at + 1 + form.size
+        if end > len(data):
+            raise ProtocolError("CBOR that is cut short")
+        self._at = end
+        argument: int = form.unpack_from(data, at + 1)[0]
+        return kind, low, argument
+
+    def _take(self, length: int) -> slice:
+        start, end = self._at, self._at + length
+        if end > len(self._data):
+            raise ProtocolError("CBOR that is cut short")
+        self._at = end
+        return slice(start, end)
+
+    def _text(self, length: int) -> str:
+        place = self._take(length)
+        if length > _LONG_TEXT_BYTES:  # looked at first: it could take four times its length
+            self._charge(length * _width(self._data, place.start, place.stop))
+        try:
+            text = str(memoryview(self._data)[place], "utf-8")
+        except UnicodeDecodeError:
+            raise ProtocolError("CBOR text that is not UTF-8") from None
+        if length <= _LONG_TEXT_BYTES:
+            self._charge(sys.getsizeof(text))
+        return text
+
+    def _charge(self, size: int) -> None:
+        self._text_left -= size
+        if self._text_left < 0:
+            raise ProtocolError(f"CBOR text of more than {limits.MAX_CBOR_TEXT_BYTES} bytes in memory")
+
+    def _simple(self, low: int, argument: int) -> Any:
+        form = _FLOATS.get(low)
+        if form is not None:
+            value: float = form.unpack_from(self._data, self._at - form.size)[0]
+            if not math.isfinite(value):
+                raise ProtocolError("a CBOR float that is not finite")
+            return value
+        if low not in _SIMPLES:
+            raise ProtocolError(f"CBOR simple value {argument} is not allowed")
+        return _SIMPLES[low]
+
+    def _count(self, length: int, each: int) -> None:
+        """Refuses a container that cannot be complete, before a place is made for its first item."""
+        if length * each > len(self._data) - self._at:
+            raise ProtocolError("CBOR that is cut short")
+        if length * each > self._items_left:
+            raise ProtocolError(f"CBOR of more than {limits.MAX_CBOR_ITEMS} values")
+
+    def _array(self, length: int, depth: int) -> list[Any]:
+        self._count(length, 1)
+        return [self._value(depth) for _ in range(length)]
+
+    def _map(self, length: int, depth: int) -> dict[str, Any]:
+        self._count(length, 2)
+        found: dict[str, Any] = {}
+        for _ in range(length):
+            kind, _, argument = self._head()
+            if kind != _TEXT:
                 raise ProtocolError("a CBOR map key that is not text")
-            _check_plain(item)
-        return
-    raise ProtocolError(f"a CBOR value of type {kind.__name__} is not allowed")
+            key = self._text(argument)
+            if key in found:
+                raise ProtocolError("a CBOR map with a key twice")
+            found[key] = self._value(depth)
+        return found
+
+
+def _width(data: bytes, start: int, end: int) -> int:
+    """Bytes for each character of UTF-8 text as a str (PEP 393). While it decodes, Python holds one for each byte."""
+    if _WIDE.search(data, start, end):
+        return 4
+    return 2 if _BEYOND_LATIN_1.search(data, start, end) else 1

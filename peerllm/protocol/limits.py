@@ -8,6 +8,12 @@ MIB = 1024 * KIB
 # --- CBOR -------------------------------------------------------------------------------------------------------
 MAX_CBOR_DEPTH = 8
 """Our deepest message is a request in an introduction: 5. Deeper input is hostile."""
+MAX_CBOR_ITEMS = 8192
+"""Values in one message, keys included: twice what the longest list holds. A message of a mebibyte could have a
+million, and building them would take 100 ms and 60 MiB."""
+MAX_CBOR_TEXT_BYTES = 3 * MIB
+"""What decoding a message's text may take in memory: Python makes all characters of a text as wide as the widest, so a
+mebibyte of ASCII with one emoji in it becomes four."""
 
 # --- Messages over a link -----------------------------------------------------------------------------------------
 MAX_MESSAGE_BYTES = 1 * MIB + 64 * KIB
@@ -121,8 +127,8 @@ MAX_SIGNALING_FRAME_BYTES = MAX_SIGNALING_BYTES + 256
 MAX_QUEUED_SIGNALING = 256
 """Messages of one attempt that wait to be read."""
 ATTEMPT_SECONDS = 3.5
-"""For the handshake of one attempt, the other peer's absence included: less than SIGNALING_SECONDS, so that the error is
-the one that knows the cause."""
+"""For the handshake of one attempt, the other peer's absence included: less than SIGNALING_SECONDS, so that the error
+is the one that knows the cause."""
 ABSENCE_SECONDS = 2.0
 """How long the other peer may be gone from the rendezvous before an attempt under way is given up."""
 MAX_INTRODUCTIONS = MAX_PEERS
