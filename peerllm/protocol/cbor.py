@@ -1,10 +1,10 @@
 """The project's one CBOR decoder (RFC 8949): bounded in depth, size and number, strict about everything.
 
 What is taken: null, true, false, integers of at most 64 bits, finite floats, text, bytes, arrays, and maps whose keys
-are text. Refused, before anything is built of it: more than `max_bytes`, more than MAX_CBOR_ITEMS values, nesting beyond
+are text. Refused before anything is built of it: more than `max_bytes`, more than MAX_CBOR_ITEMS values, nesting beyond
 MAX_CBOR_DEPTH, a length beyond what is left, trailing bytes, indefinite lengths, duplicate keys, every tag (so also
-bignums, shared references and string references), `undefined` and other simple values, text that would take more than
-MAX_CBOR_TEXT_BYTES in memory, and surrogates in it.
+bignums, shared references and string references), `undefined` and other simple values, surrogates, and text that would
+take more than MAX_CBOR_TEXT_BYTES in memory.
 
 The decoder is our own: a library's has to be told of each kind that it must not build, and CVE-2025-68131 and
 CVE-2026-26209 are what happens in between. `encode` is cbor2's.
