@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,9 @@ def describe(
         if file in repository.sizes:
             _download(repository, file)
         progress(f"describing {model}", (done + 1) / len(_SMALL_FILES))
+    if revision != repository.commit:
+        # By its branch once more, so that the cache notes which commit the branch is at.
+        _download(replace(repository, commit=revision or "main"), "config.json")
     found = _describe_remote(repository, shape, config.parent)
     _agree_to(found.download_bytes, model, allow_download)
     return found
@@ -336,7 +339,8 @@ def _errors_of_hub(model: str) -> Iterator[None]:
         raise ModelError(f"{where} failed with {model}: {_first_line(error)}; try again later") from error
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, http_error) as error:  # type: ignore[misc]
         raise ModelNotFound(
-            f"{model} is not on this machine, and {where} cannot be reached: {_first_line(error)}"
+            f"{model} is not on this machine, not all of it, and {where} cannot be reached or broke off: "
+            f"{_first_line(error)}"
         ) from error
     except (errors.NotASafetensorsRepoError, errors.SafetensorsParsingError) as error:
         raise ModelUnsupported(f"{model} has no readable safetensors: {_first_line(error)}") from error
