@@ -11,6 +11,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from peerllm.protocol.errors import ModelError
 
@@ -128,13 +129,17 @@ def sha256_of(path: Path, progress: Progress = no_progress) -> str:
                 progress(f"hashing {path.name}", min(1.0, done / max(1, state.st_size)))
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
-    # A cache that cannot be written costs the next start some seconds and nothing else.
-    with contextlib.suppress(OSError):
-        note.parent.mkdir(parents=True, exist_ok=True)
-        fresh = note.with_suffix(f".{secrets.token_hex(4)}")
-        fresh.write_text(json.dumps(key | {"sha256": digest.hexdigest()}))
-        fresh.replace(note)
+    write_note(note, key | {"sha256": digest.hexdigest()})
     return digest.hexdigest()
+
+
+def write_note(path: Path, value: dict[str, Any]) -> None:
+    """Remembers `value` as JSON. A cache that cannot be written costs the next start some time and nothing else."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        fresh.write_text(json.dumps(value))
+        fresh.replace(path)
 
 
 def _read_note(note: Path, key: dict[str, int]) -> str | None:

@@ -7,13 +7,13 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from peerllm.models.allowlist import ModelShape, check_config, check_files, check_folder
-from peerllm.models.cache import Progress, no_progress
-from peerllm.models.checkpoint import INDEX_FILE, SINGLE_FILE, read_index, read_json
+from peerllm.models.cache import Progress, cache_folder, no_progress, sha256_of, write_note
+from peerllm.models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_index, read_json
 from peerllm.models.description import ModelDescription, describe_folder, description_of
 from peerllm.models.identity import (
     check_entries,
@@ -62,8 +62,8 @@ def describe(
     """As `library.describe`, for a hub id. What the cache has of the model is taken without asking the hub."""
     snapshot = _cached_snapshot(model, revision)
     if snapshot is not None and _has_headers(snapshot):
-        found = describe_folder(snapshot, name=model, source=model, revision=snapshot.name, progress=progress)
-        if not found.identity.files:
+        found = describe_snapshot(snapshot, model, progress)
+        if not any(snapshot.glob("*.safetensors")):
             _agree_to(found.download_bytes, model, allow_download)
         return found
     repository = _look_up(model, revision)
@@ -82,6 +82,26 @@ def describe(
     found = _describe_remote(repository, shape, config.parent)
     _agree_to(found.download_bytes, model, allow_download)
     return found
+
+
+def describe_snapshot(snapshot: Path, model: str, progress: Progress = no_progress) -> ModelDescription:
+    """What the cache has of a model at a commit. Hashes and sizes of the files that are absent are the hub's, as noted
+    when they were first seen, or asked for now; without them only what is here can be compared with another peer."""
+    found = describe_folder(snapshot, name=model, source=model, revision=snapshot.name, progress=progress)
+    if not found.download_bytes:
+        return found
+    try:
+        repository = _noted(model, snapshot.name) or _look_up(model, snapshot.name)
+    except ModelError:
+        return found
+    weights = set(Checkpoint.open(snapshot).files().values())
+    absent = [file for file in weights if not (snapshot / file).exists()]
+    files = {file: digest for file, digest in repository.hashes.items() if file in weights}
+    return replace(
+        found,
+        identity=replace(found.identity, files=files | dict(found.identity.files)),
+        download_bytes=sum(repository.sizes.get(file, 0) for file in absent),
+    )
 
 
 def fetch(
@@ -117,7 +137,7 @@ def fetch(
         def report(done: int, file: str = file, before: int = before) -> None:
             progress(f"downloading {file}", min(1.0, (before + done) / max(1, total)))
 
-        _download(repository, file, report)
+        _check_hash(_download(repository, file, report), repository.hashes.get(file), progress)
         before += size
     return snapshot
 
@@ -251,13 +271,27 @@ def _look_up(model: str, revision: str | None) -> _Repository:
     dtypes = {_DTYPES.get(name) for name, count in parameters.items() if count}
     if not info.sha:
         raise ModelError(f"the hub gave no commit for {model}")
-    return _Repository(
+    repository = _Repository(
         model=model,
         commit=info.sha,
         sizes={each.rfilename: each.size or 0 for each in siblings},
         hashes={each.rfilename: each.lfs.sha256 for each in siblings if each.lfs is not None},
         dtype=dtypes.pop() if len(dtypes) == 1 else None,
     )
+    write_note(_note(model, info.sha), asdict(repository))
+    return repository
+
+
+def _note(model: str, commit: str) -> Path:
+    return cache_folder() / "hub" / f"{model.replace('/', '--')}@{commit}.json"
+
+
+def _noted(model: str, commit: str) -> _Repository | None:
+    """What the hub said of this commit when it was last asked; a commit never changes."""
+    try:
+        return _Repository(**read_json(_note(model, commit)))
+    except (ModelError, TypeError):
+        return None
 
 
 def _download(repository: _Repository, file: str, report: Callable[[int], None] | None = None) -> Path:
@@ -275,6 +309,15 @@ def _download(repository: _Repository, file: str, report: Callable[[int], None] 
                 tqdm_class=_bar(report),
             )
         )
+
+
+def _check_hash(path: Path, expected: str | None, progress: Progress) -> None:
+    """A file as it arrived against the hub's hash: neither HTTP nor huggingface_hub compares them."""
+    if expected is None or sha256_of(path, progress) == expected:
+        return
+    path.resolve().unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+    raise ModelError(f"{path.name} arrived damaged; fetch it again")
 
 
 def _bar(report: Callable[[int], None] | None) -> Any:

@@ -179,11 +179,12 @@ def _if_same(
         # First what is cheap to see: the weights of a stranger's model are not hashed.
         if config_hash(check_folder(folder)) != identity.config:
             return None
-        found = describe_folder(folder, name=name, source=name, revision=commit, progress=progress)
+        if not any(folder.glob("*.safetensors")):
+            return None
+        found = _describe_embedded(progress) if commit is None else hub.describe_snapshot(folder, name, progress)
     except ModelError:
         return None
-    has_weights = bool(found.identity.files)
-    return found if has_weights and not found.identity.differences(identity) else None
+    return None if found.identity.differences(identity) else found
 
 
 def _same(found: ModelDescription, identity: ModelIdentity) -> ModelDescription:

@@ -100,10 +100,9 @@ def test_what_is_here_is_described_and_fetched_again_without_the_hub(hub: Hub, o
     assert models.fetch(MODEL, layers, revision=again.revision) == models.fetch(again, layers)
     assert hub.requests == []
     assert again.identity.differences(first.identity) == []
-    assert again.identity.files.keys() == wanted_files(original, layers)
-    absent = weight_bytes(original) - sum((original / name).stat().st_size for name in wanted_files(original, layers))
-    # Headers of the files that are not here are not counted.
-    assert 0.9 * absent < again.download_bytes <= absent
+    assert again.identity == first.identity
+    here = sum((original / name).stat().st_size for name in wanted_files(original, layers))
+    assert again.download_bytes == weight_bytes(original) - here
     (listed,) = models.cached_models()
     assert listed.name == MODEL and listed.details["layers"] == "2 of 6"
 
@@ -225,6 +224,31 @@ def test_a_download_that_breaks_off_leaves_no_file_that_could_be_taken_for_whole
     folder = models.fetch(description, LayerRange(0, 1))
     for name in wanted_files(original, LayerRange(0, 1)):
         assert (folder / name).read_bytes() == (original / name).read_bytes()
+
+
+def test_a_cache_that_another_program_filled_serves_without_the_hub(hub: Hub, original: Path, tmp_path: Path) -> None:
+    layers = LayerRange(0, 2)
+    models.fetch(MODEL, layers)
+    shutil.rmtree(tmp_path / "cache")
+    asked = models.describe(MODEL)
+    assert asked.identity == models.describe(str(original)).identity
+    shutil.rmtree(tmp_path / "cache")
+    hub.repositories[MODEL].refuses = (500, "Away")
+    alone = models.describe(MODEL)
+    assert alone.identity.files.keys() == wanted_files(original, layers)
+    # Headers of the files that are not here cannot be counted.
+    assert 0.9 * asked.download_bytes < alone.download_bytes <= asked.download_bytes
+
+
+def test_a_file_that_arrives_damaged_is_thrown_away(hub: Hub, original: Path) -> None:
+    description = models.describe(MODEL, allow_download=True)
+    repository = hub.repositories[MODEL]
+    repository.flips_a_byte = True
+    with pytest.raises(ModelError, match="arrived damaged"):
+        models.fetch(description, LayerRange(0, 1))
+    assert not list(Path(description.folder or "").glob("*.safetensors"))
+    repository.flips_a_byte = False
+    models.fetch(description, LayerRange(0, 1))
 
 
 @pytest.mark.parametrize(
