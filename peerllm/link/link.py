@@ -1,0 +1,372 @@
+"""The link that the daemon holds: one peer, over however many connections its life takes.
+
+The controlling side, whose id is smaller, begins attempts and takes the first that is confirmed; the other side accepts
+them and follows the START frame. So both always agree which connection is the link, without a vote. At SUSPECT attempts
+begin beside the old connection, one a second; whichever lives first wins, and the old one winning is a win too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+
+import structlog
+
+from peerllm.link.config import LinkConfig, LinkState, LinkStats, Urgency
+from peerllm.link.connection import Connection, EpochStale, PeerRefused
+from peerllm.link.liveness import Life
+from peerllm.link.signaling import Attempt, SeatedPeer, StaleEpoch, encode_body
+from peerllm.protocol import limits
+from peerllm.protocol.errors import LinkError, PeerAway, PeerllmError, ProtocolError
+
+log = structlog.get_logger(__name__)
+
+
+class Link:
+    """
+    Args:
+        peer: the authenticated peer, from `rooms`.
+        hello: this side's HELLO body for each new connection, at most MAX_HELLO_BYTES.
+        on_hello: called with the peer's body before each new epoch is UP. A PeerllmError that it raises refuses the
+            peer: both sides' `start` raise it, and both links are DOWN.
+
+    `on_state`, when set, is called with each new LinkState. All methods belong to one event loop.
+    """
+
+    def __init__(
+        self,
+        peer: SeatedPeer,
+        config: LinkConfig,
+        hello: Callable[[], bytes],
+        on_hello: Callable[[bytes], None],
+    ) -> None:
+        self._peer = peer
+        self._config = config
+        self._hello = hello
+        self._on_hello = on_hello
+        self.on_state: Callable[[LinkState], None] | None = None
+        self.is_controlling = peer.local_id < peer.remote_id
+        self._state = LinkState.SIGNALING
+        self._epoch = 0
+        self._current: Connection | None = None
+        self._attempts: dict[Connection, asyncio.Task[None]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._seeker: asyncio.Task[None] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._wanted = asyncio.Event()
+        self._failure: PeerllmError | None = None
+        self._last_error: PeerllmError | None = None
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._send_locks = {urgency: asyncio.Lock() for urgency in Urgency}
+        self._was_up = False
+
+    # --- What the daemon calls ----------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Until UP. Safe to cancel; then `close` it.
+
+        Raises:
+            NoPath, PeerAway, LinkError, VersionMismatch: why there is no link; nothing goes on in the background.
+        """
+        self._wanted.set()
+        self._arm_deadline(limits.LINK_START_SECONDS)
+        self._seeker = asyncio.create_task(self._seek() if self.is_controlling else self._accept())
+        while self._state is not LinkState.UP:
+            if self._failure is not None:
+                await self._stop()
+                raise self._failure
+            await self._changed()
+
+    async def send(self, message: bytes, urgency: Urgency = Urgency.ROUND) -> None:
+        """Returns when the link has taken the message. Waits while too much is unprocessed or the link is not UP.
+
+        Order holds within an urgency. Safe to cancel: the message is taken whole or not at all.
+
+        Raises:
+            PeerAway: the link is DOWN for good.
+            ProtocolError: the message is longer than MAX_MESSAGE_BYTES.
+        """
+        if len(message) > limits.MAX_MESSAGE_BYTES:
+            raise ProtocolError(f"a message of {len(message)} bytes; at most {limits.MAX_MESSAGE_BYTES} are allowed")
+        async with self._send_locks[urgency]:
+            while True:
+                self._check()
+                connection = self._current
+                if (
+                    connection is not None
+                    and self._state is LinkState.UP
+                    and connection.outbox.has_room(len(message), urgency)
+                ):
+                    connection.put(message, urgency)
+                    return
+                await self._changed()
+
+    async def receive(self) -> bytes:
+        """The next whole message, the most urgent first. Safe to cancel; for one caller at a time.
+
+        Raises:
+            PeerAway: the link is DOWN for good.
+        """
+        while True:
+            message = self._current.pop() if self._current is not None else None
+            if message is not None:
+                return message
+            self._check()
+            await self._changed()
+
+    @property
+    def state(self) -> LinkState:
+        return self._state
+
+    @property
+    def epoch(self) -> int:
+        """Of the present connection; 0 before the first. Frames of older epochs are dropped."""
+        return self._epoch
+
+    def stats(self) -> LinkStats:
+        current = self._current
+        if current is None:
+            return LinkStats(state=self._state, epoch=self._epoch)
+        counters = current.transport.counters()
+        return LinkStats(
+            state=self._state,
+            epoch=self._epoch,
+            path=current.transport.path,
+            rtt_ms=current.rtt_ms,
+            bytes_sent=counters.bytes_sent,
+            bytes_received=counters.bytes_received,
+            packets_sent=counters.packets_sent,
+            packets_received=counters.packets_received,
+            retransmitted=current.transport.retransmitted,
+        )
+
+    async def close(self) -> None:
+        """Ends the link; at most LINK_CLOSE_SECONDS. May be called again."""
+        self._fail(PeerAway("the link was closed"))
+        await self._stop()
+
+    # --- Seeking connections ------------------------------------------------------------------------------------------
+
+    async def _seek(self) -> None:
+        """The controlling side: an attempt now and then, for as long as one is wanted."""
+        epoch = self._epoch
+        while True:
+            await self._wanted.wait()
+            epoch = max(epoch, self._epoch) + 1
+            begun = time.monotonic()
+            try:
+                async with asyncio.timeout(limits.SIGNALING_SECONDS):
+                    attempt = await self._peer.begin(epoch)
+            except TimeoutError:
+                self._last_error = PeerAway("the signaling server does not answer")
+            except PeerllmError as error:
+                self._last_error = error
+                log.info("link.cannot_begin", code=error.code)
+            else:
+                self._try(attempt)
+            pause = limits.REPLACEMENT_SECONDS if self._was_up else limits.FIRST_ATTEMPT_SECONDS
+            await self._pause(pause - (time.monotonic() - begun))
+            epoch = max(epoch, self._epoch)
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleeps, but on a first start no longer than an attempt still runs."""
+        until = time.monotonic() + max(seconds, 0.0)
+        while time.monotonic() < until:
+            if not self._was_up and not self._attempts:
+                await asyncio.sleep(min(limits.RETRY_SECONDS, max(0.0, until - time.monotonic())))
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(until - time.monotonic()):
+                    await self._changed()
+
+    async def _accept(self) -> None:
+        """The other side: takes what is begun, at any time; the peer may have been started anew."""
+        while True:
+            try:
+                attempt = await self._peer.accept()
+                if attempt.epoch <= self._epoch:
+                    await attempt.send(encode_body(StaleEpoch(epoch=self._epoch)))
+                    continue
+            except PeerllmError as error:
+                self._last_error = error
+                log.info("link.cannot_accept", code=error.code)
+                await asyncio.sleep(limits.RETRY_SECONDS)
+            else:
+                self._try(attempt)
+
+    def _try(self, attempt: Attempt) -> None:
+        while len(self._attempts) >= limits.MAX_ATTEMPTS:
+            oldest = next(iter(self._attempts))
+            self._attempts.pop(oldest).cancel()
+        connection = Connection(
+            attempt,
+            self._config,
+            is_controlling=self.is_controlling,
+            hello=self._hello,
+            on_phase=self._phase,
+            on_life=self._life,
+            on_message=self._wake,
+            on_room=self._wake,
+            on_lost=self._lost,
+        )
+        task = asyncio.create_task(self._establish(connection))
+        self._attempts[connection] = task
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _establish(self, connection: Connection) -> None:
+        try:
+            await connection.establish()
+            self._attempts.pop(connection, None)
+            self._adopt(connection)
+        except PeerRefused as error:
+            self._fail(error.cause)
+        except EpochStale as error:
+            self._epoch = max(self._epoch, error.epoch)
+        except PeerllmError as error:
+            self._last_error = error
+            log.info("link.attempt_failed", epoch=connection.epoch, code=error.code, reason=error.message)
+        except Exception as error:
+            self._last_error = LinkError(f"an internal error ended the attempt: {error!r}")
+            log.exception("link.attempt_broke", epoch=connection.epoch)
+        finally:
+            self._attempts.pop(connection, None)
+            if connection is not self._current:
+                await connection.close()
+            self._wake()
+
+    def _adopt(self, connection: Connection) -> None:
+        """This connection is the link now, unless a newer one is."""
+        if self._failure is not None or connection.epoch <= self._epoch:
+            return
+        try:
+            self._on_hello(connection.remote_hello or b"")
+        except PeerllmError as error:
+            connection.refuse(error)
+            self._fail(error)
+            return
+        old, self._current = self._current, connection
+        self._epoch = connection.epoch
+        connection.begin()
+        self._wanted.clear()
+        self._was_up = True
+        self._arm_deadline(None)
+        self._cancel_attempts()
+        if old is not None:
+            self._discard(old)
+        self._set_state(LinkState.UP)
+
+    def _cancel_attempts(self) -> None:
+        for task in self._attempts.values():
+            task.cancel()
+        self._attempts.clear()
+
+    def _discard(self, connection: Connection) -> None:
+        task = asyncio.create_task(connection.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    # --- What connections tell ----------------------------------------------------------------------------------------
+
+    def _phase(self, state: LinkState) -> None:
+        # After the first UP the phases of replacements are nobody's business: the link is SUSPECT.
+        if not self._was_up and self._failure is None:
+            self._set_state(state)
+
+    def _life(self, connection: Connection, life: Life) -> None:
+        if connection is not self._current or self._failure is not None:
+            return
+        if life is Life.SUSPECT:
+            self._seek_replacement()
+        else:
+            self._wanted.clear()
+            self._arm_deadline(None)
+            if self.is_controlling:
+                self._cancel_attempts()
+            self._set_state(LinkState.UP)
+
+    def _lost(self, connection: Connection, error: PeerllmError) -> None:
+        self._last_error = error
+        if connection is not self._current or self._failure is not None:
+            return
+        if isinstance(error, PeerRefused):
+            self._fail(error.cause)
+            return
+        log.info("link.lost", epoch=connection.epoch, code=error.code)
+        self._current = None
+        self._discard(connection)
+        self._seek_replacement()
+
+    def _seek_replacement(self) -> None:
+        if self._deadline is None:
+            self._arm_deadline(self._config.kept_seconds)
+        self._wanted.set()
+        self._set_state(LinkState.SUSPECT)
+
+    # --- States and ends ----------------------------------------------------------------------------------------------
+
+    def _arm_deadline(self, seconds: float | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        if seconds is not None:
+            self._deadline = asyncio.get_running_loop().call_later(seconds, self._deadline_passed)
+
+    def _deadline_passed(self) -> None:
+        self._deadline = None
+        if self._was_up:
+            self._fail(PeerAway("the other peer did not come back in time"))
+        else:
+            self._fail(self._last_error or PeerAway("the other peer did not begin to connect"))
+
+    def _fail(self, error: PeerllmError) -> None:
+        if self._failure is None:
+            self._failure = error
+            self._set_state(LinkState.DOWN)
+
+    def _set_state(self, state: LinkState) -> None:
+        if state is not self._state:
+            self._state = state
+            log.info("link.state", state=state.value, epoch=self._epoch)
+            if self.on_state is not None:
+                try:
+                    self.on_state(state)
+                except Exception:
+                    log.exception("link.callback_failed", state=state.value)
+        self._wake()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise PeerAway(self._failure.message) from self._failure
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, set()
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def _changed(self) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
+
+    async def _stop(self) -> None:
+        self._arm_deadline(None)
+        if self._current is not None:
+            self._discard(self._current)
+            self._current = None
+        tasks = list(self._attempts.values())
+        self._attempts.clear()
+        if self._seeker is not None:
+            tasks.append(self._seeker)
+            self._seeker = None
+        for task in tasks:
+            task.cancel()
+        waiting = {*tasks, *self._closing}
+        if waiting:
+            await asyncio.wait(waiting, timeout=limits.LINK_CLOSE_SECONDS)

@@ -1,0 +1,45 @@
+"""Two links in one process, over an in-memory room, with a guard that fails on anything left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import uvloop
+
+from tests.link.pair import Pair
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, Any]:
+    """The daemon runs on uvloop, and so do these tests."""
+    return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest_asyncio.fixture(autouse=True)
+async def nothing_is_left_behind() -> AsyncIterator[None]:
+    """Fails on any exception that reaches the loop's handler, and on any task that outlives its test."""
+    loop = asyncio.get_running_loop()
+    reported: list[dict[str, Any]] = []
+    loop.set_exception_handler(lambda _, context: reported.append(context))
+    before = asyncio.all_tasks()
+    yield
+    for _ in range(3):
+        await asyncio.sleep(0)
+    gc.collect()  # "Task exception was never retrieved" is told by the garbage collector
+    leaked = [task for task in asyncio.all_tasks() - before if task is not asyncio.current_task() and not task.done()]
+    assert not reported, reported
+    assert not leaked, leaked
+
+
+@pytest_asyncio.fixture
+async def pair() -> AsyncIterator[Pair]:
+    """A pair over loopback, not started."""
+    made = Pair()
+    yield made
+    await made.close()
+
+

@@ -1,0 +1,173 @@
+"""The daemon's view: start, messages both ways, states, refusals, close."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+
+from peerllm.link import LinkState, Urgency
+from peerllm.protocol import limits
+from peerllm.protocol.errors import LinkError, ModelMismatch, PeerAway, PeerllmError, ProtocolError
+from tests.link.pair import SECONDS, Pair
+
+
+async def test_two_links_come_up_and_each_is_told_the_others_hello(pair: Pair) -> None:
+    await pair.start()
+    await pair.right.reaches(LinkState.UP)
+    assert pair.left.hellos == [b"hello of right"]
+    assert pair.right.hellos == [b"hello of left"]
+    assert pair.left.states == [LinkState.ICE, LinkState.HELLO, LinkState.UP]
+    assert pair.left.link.epoch == pair.right.link.epoch == 1
+    assert pair.left.link.stats().path == "loopback"
+
+
+@pytest.mark.parametrize("size", [0, 1, 16, 4_000, 16_384, 200_000, limits.MAX_MESSAGE_BYTES])
+async def test_a_message_of_any_size_arrives_whole(pair: Pair, size: int) -> None:
+    await pair.start()
+    message = os.urandom(size)
+    await pair.left.link.send(message)
+    async with asyncio.timeout(SECONDS):
+        assert await pair.right.link.receive() == message
+        await pair.right.link.send(message, Urgency.BULK)
+        assert await pair.left.link.receive() == message
+
+
+async def test_a_longer_message_is_refused_before_it_is_sent(pair: Pair) -> None:
+    await pair.start()
+    with pytest.raises(ProtocolError, match="at most"):
+        await pair.left.link.send(bytes(limits.MAX_MESSAGE_BYTES + 1))
+
+
+async def test_messages_of_an_urgency_keep_their_order(pair: Pair) -> None:
+    await pair.start()
+    messages = [b"%d " % index * 700 for index in range(200)]
+
+    async def send_all() -> None:
+        for message in messages:
+            await pair.left.link.send(message)
+
+    async with asyncio.timeout(SECONDS):
+        sending = asyncio.create_task(send_all())
+        assert [await pair.right.link.receive() for _ in messages] == messages
+        await sending
+
+
+async def test_a_round_overtakes_a_prefill_that_was_sent_before_it(pair: Pair) -> None:
+    await pair.start()
+    for _ in range(3):
+        await pair.left.link.send(bytes(limits.PREFILL_CHUNK_BYTES), Urgency.BULK)
+    await pair.left.link.send(b"verdict", Urgency.ROUND)
+    async with asyncio.timeout(SECONDS):
+        received = [await pair.right.link.receive() for _ in range(4)]
+    assert b"verdict" in received[:2]
+
+
+async def test_a_sender_waits_while_the_other_side_does_not_process(pair: Pair) -> None:
+    await pair.start()
+    message = bytes(256 * 1024)
+    sent = 0
+
+    async def send_all() -> None:
+        nonlocal sent
+        for _ in range(16):
+            await pair.left.link.send(message)
+            sent += 1
+
+    sending = asyncio.create_task(send_all())
+    async with asyncio.timeout(SECONDS):
+        await pair.right.link.receive()  # one was processed, and nobody takes the rest
+        await pair.right.link.send(b"are you there")
+        await pair.left.link.receive()
+        assert sent * len(message) <= limits.MAX_UNPROCESSED_BYTES + len(message)
+        for _ in range(15):
+            await pair.right.link.receive()
+        await sending
+    assert sent == 16
+
+
+async def test_pings_measure_the_added_round_trip() -> None:
+    pair = Pair(added_rtt_ms=60)
+    try:
+        await pair.start()
+        async with asyncio.timeout(SECONDS):
+            while pair.left.link.stats().rtt_ms is None:
+                await pair.right.link.send(b"tick")
+                await pair.left.link.receive()
+        rtt = pair.left.link.stats().rtt_ms
+        assert rtt is not None
+        assert 59 <= rtt
+    finally:
+        await pair.close()
+
+
+async def test_a_refused_hello_ends_both_starts_with_the_same_typed_error(pair: Pair) -> None:
+    def refuse(body: bytes) -> None:
+        raise ModelMismatch("the models differ in the tokenizer")
+
+    pair.right.link._on_hello = refuse
+    outcomes = await asyncio.gather(pair.left.link.start(), pair.right.link.start(), return_exceptions=True)
+    assert isinstance(outcomes[1], ModelMismatch)
+    # The controlling side is UP for the moment until it hears of it.
+    await pair.left.reaches(LinkState.DOWN)
+    with pytest.raises(PeerAway, match="differ in the tokenizer") as caught:
+        await pair.left.link.receive()
+    assert isinstance(caught.value.__cause__, ModelMismatch)
+
+
+async def test_a_peer_with_another_session_key_is_not_spoken_to(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LINK_START_SECONDS", 1.5)
+    pair.room.keys = (b"a" * 32, b"b" * 32)
+    outcomes = await asyncio.gather(pair.left.link.start(), pair.right.link.start(), return_exceptions=True)
+    assert any(isinstance(each, ProtocolError) and "between the two" in each.message for each in outcomes)
+    assert all(isinstance(each, PeerllmError) for each in outcomes)
+    assert not pair.left.hellos
+    assert not pair.right.hellos
+
+
+async def test_another_dtls_certificate_than_the_sealed_one_is_refused(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "LINK_START_SECONDS", 1.5)
+    from peerllm.link.signaling import Description, decode_body, encode_body
+
+    def swap(data: bytes) -> bytes:
+        body = decode_body(data)
+        if isinstance(body, Description):
+            values = {name: getattr(body, name) for name in Description.__slots__}
+            return encode_body(Description(**{**values, "fingerprint": bytes(32)}))
+        return data
+
+    pair.room.tamper = swap
+    outcomes = await asyncio.gather(pair.left.link.start(), pair.right.link.start(), return_exceptions=True)
+    assert all(isinstance(each, LinkError) for each in outcomes)
+
+
+async def test_a_peer_that_never_answers_is_a_typed_error(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LINK_START_SECONDS", 0.3)
+    with pytest.raises(PeerAway):
+        await pair.left.link.start()
+    assert pair.left.link.state is LinkState.DOWN
+
+
+async def test_a_closed_link_wakes_whoever_waits(pair: Pair) -> None:
+    await pair.start()
+    receiving = asyncio.create_task(pair.left.link.receive())
+    await asyncio.sleep(0)
+    await pair.left.link.close()
+    with pytest.raises(PeerAway):
+        await receiving
+    with pytest.raises(PeerAway):
+        await pair.left.link.send(b"late")
+
+
+async def test_a_callback_that_raises_harms_nobody(pair: Pair) -> None:
+    def explode(state: LinkState) -> None:
+        raise RuntimeError("a fault of the daemon's")
+
+    pair.left.link.on_state = explode
+    await pair.start()
+    await pair.left.link.send(b"still here")
+    async with asyncio.timeout(SECONDS):
+        assert await pair.right.link.receive() == b"still here"
