@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, cast
 
 from aioice import stun
 
@@ -25,8 +25,8 @@ class StunResponder(asyncio.DatagramProtocol):
         self._transport: asyncio.DatagramTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if isinstance(transport, asyncio.DatagramTransport):
-            self._transport = transport
+        # asyncio's own, before Python 3.12, is no subclass of DatagramTransport.
+        self._transport = cast("asyncio.DatagramTransport", transport)
 
     def datagram_received(self, data: bytes, addr: tuple[Any, ...]) -> None:
         if self._transport is None or not self._budgets.take(address_group(addr[0]), time.monotonic()):
