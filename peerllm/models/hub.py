@@ -133,13 +133,26 @@ def fetch(
     before = 0
     for file in missing:
         size = repository.sizes[file]
-
-        def report(done: int, file: str = file, before: int = before) -> None:
-            progress(f"downloading {file}", min(1.0, (before + done) / max(1, total)))
-
-        _check_hash(_download(repository, file, report), repository.hashes.get(file), progress)
+        reached = _Reached(progress, f"downloading {file}", before, size, total)
+        _check_hash(_download(repository, file, reached), repository.hashes.get(file), progress)
         before += size
     return snapshot
+
+
+class _Reached:
+    """Turns bytes of one file into the fraction of all files; two bars (received, written) may report in turn."""
+
+    def __init__(self, progress: Progress, stage: str, before: int, size: int, total: int) -> None:
+        self._progress = progress
+        self._stage = stage
+        self._before = before
+        self._size = size
+        self._total = max(1, total)
+        self._done = 0
+
+    def __call__(self, done: int) -> None:
+        self._done = max(self._done, min(done, self._size))
+        self._progress(self._stage, (self._before + self._done) / self._total)
 
 
 def cached_snapshots() -> Iterator[tuple[Path, str, str]]:

@@ -42,9 +42,9 @@ def describe(
     """
     if model == embedded.NAME:
         return _describe_embedded(progress)
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return describe_folder(path.absolute(), progress=progress)
+    path = _folder_named(model)
+    if path is not None:
+        return describe_folder(path, progress=progress)
     if not is_hub_id(model):
         raise ModelNotFound(f"{model} is no folder here, and no hub id (such as Qwen/Qwen2.5-7B-Instruct) either")
     _check_revision(revision)
@@ -105,10 +105,10 @@ def fetch(
         model = model.source or model.folder or model.name
     if model == embedded.NAME:
         return embedded.folder(progress)
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = _folder_named(model)
+    if path is not None:
         check_layers(path, layers)
-        return path.absolute()
+        return path
     if not is_hub_id(model):
         raise ModelNotFound(f"{model} is no folder here, and no hub id either")
     _check_revision(revision)
@@ -153,6 +153,14 @@ def check_layers(folder: Path, layers: LayerRange) -> None:
 def is_hub_id(model: str) -> bool:
     """Whether `model` is written as a hub id: `name` or `owner/name`. No path passes: no dots first, no `..`."""
     return bool(_HUB_ID.fullmatch(model)) and ".." not in model and "--" not in model
+
+
+def _folder_named(model: str) -> Path | None:
+    try:
+        path = Path(model).expanduser()
+        return path.absolute() if model and path.is_dir() else None
+    except (OSError, RuntimeError, ValueError):
+        return None  # too long for a name, an unknown user's home, a null byte
 
 
 def _check_revision(revision: str | None) -> None:

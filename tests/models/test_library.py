@@ -170,7 +170,9 @@ def test_a_folder_with_some_files_serves_the_layers_that_they_hold(folder: Path,
         models.fetch(found, LayerRange(2, 4))
 
 
-@pytest.mark.parametrize("model", ["/no/such/folder", "./none", "~/none", "a/b/c", "..", "a b", ""])
+@pytest.mark.parametrize(
+    "model", ["/no/such/folder", "./none", "~/none", "~nobody-here/x", "a/b/c", "a b", "a\0b", "x" * 5000, ""]
+)
 def test_what_is_neither_a_folder_nor_a_hub_id_is_not_asked_of_the_hub(hub: Hub, model: str) -> None:
     with pytest.raises(ModelNotFound):
         models.describe(model)
