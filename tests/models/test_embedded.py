@@ -72,6 +72,17 @@ class TestConversion:
         assert prompt[0] == 1 and prompt.count(1) == 3 and prompt.count(2) == 2
         assert tokenizer.decode(prompt).endswith("assistant\n")
 
+    def test_reads_text_as_the_model_was_trained_to(self, converted: Path) -> None:
+        tokenizer = Tokenizer.load(converted)
+        assert tokenizer.encode_prompt("hi there 123") == [6004, 665, 216, 33, 34, 35]
+        assert tokenizer.encode_prompt("<|im_start|>user\n") == [1, 4093, 198]
+        for text in TEXTS:
+            tokens = tokenizer.encode_prompt(text)
+            stream = tokenizer.stream()
+            expected = text.replace("<|im_start|>", "").replace("<|im_end|>", "")
+            assert stream.push(tokens) + stream.finish() == expected
+
+    @pytest.mark.full
     def test_greedy_answers_are_those_of_the_gguf_file_loaded_by_transformers(self, converted: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 

@@ -313,10 +313,10 @@ def test_what_is_damaged_in_the_cache_is_passed_over(hub: Hub, original: Path) -
         models.find(models.describe(str(original)).identity, None)
 
 
-def test_listing_and_importing_bring_no_torch() -> None:
+def test_describing_and_listing_bring_no_torch(original: Path) -> None:
     script = (
-        "import sys; from peerllm import models; models.cached_models();"
+        "import sys; from peerllm import models; models.cached_models(); models.describe(sys.argv[1]);"
         "print([each for each in ('torch', 'transformers', 'aiohttp', 'aiortc', 'cbor2') if each in sys.modules])"
     )
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, timeout=60)
+    out = subprocess.run([sys.executable, "-c", script, str(original)], capture_output=True, check=True, timeout=60)
     assert out.stdout.decode().strip() == "[]"
