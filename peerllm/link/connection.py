@@ -20,6 +20,7 @@ from peerllm.link.outbox import Outbox
 from peerllm.link.signaling import (
     VERSION,
     Attempt,
+    BeginAgain,
     Candidate,
     Description,
     MoreCandidates,
@@ -71,6 +72,7 @@ class Connection:
         on_life: the liveness changed.
         on_message: `inbox.pop` has a message.
         on_room: credit came back.
+        on_again: the controlled side asks for a new attempt.
         on_lost: the connection ended by itself; called at most once, never after `close`.
     """
 
@@ -85,6 +87,7 @@ class Connection:
         on_life: Callable[[Connection, Life], None],
         on_message: Callable[[], None],
         on_room: Callable[[], None],
+        on_again: Callable[[Connection], None],
         on_lost: Callable[[Connection, PeerllmError], None],
     ) -> None:
         self.epoch = attempt.epoch
@@ -101,6 +104,7 @@ class Connection:
         self._on_life = on_life
         self._on_message = on_message
         self._on_room = on_room
+        self._on_again = on_again
         self._on_lost = on_lost
         self._local_body: bytes | None = None
         self._remote: Description | None = None
@@ -138,8 +142,8 @@ class Connection:
             self._exchange_descriptions(),
             PeerAway("the other peer does not answer through the signaling server"),
         )
-        self._spawn(self._send_candidates())
-        self._spawn(self._receive_candidates())
+        sending = self._spawn(self._send_candidates())
+        self._spawn(self._listen())
         await self._phase(
             LinkState.ICE,
             limits.ICE_SECONDS,
@@ -153,8 +157,7 @@ class Connection:
             self._greet(),
             LinkError("the other peer did not say HELLO in time"),
         )
-        for task in self._tasks:
-            task.cancel()
+        sending.cancel()
 
     async def _phase(
         self, state: LinkState, seconds: float, work: Coroutine[Any, Any, Any], on_timeout: PeerllmError
@@ -194,22 +197,30 @@ class Connection:
                 found.append(self._found.get_nowait())
             await self._attempt.send(encode_body(MoreCandidates(candidates=tuple(found))))
 
-    async def _receive_candidates(self) -> None:
+    async def _listen(self) -> None:
+        """What comes through the room after the description, for as long as the connection lives."""
         while True:
             body = decode_body(await self._attempt.receive())
-            if isinstance(body, MoreCandidates):
+            if isinstance(body, MoreCandidates) and not self._is_up:
                 await self._transport.add_candidates(body.candidates)
+            elif isinstance(body, BeginAgain) and self._is_up:
+                self._on_again(self)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    async def ask_again(self) -> None:
+        """Asks the controlling side for a new attempt. Raises PeerAway or RoomError when the room is not reached."""
+        await self._attempt.send(encode_body(BeginAgain()))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
+        return task
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            # Trickling is over; what was exchanged so far may still do.
-            log.info("link.trickle_ended", epoch=self.epoch, error=repr(task.exception()))
+            # What was exchanged so far may still do.
+            log.info("link.room_lost", epoch=self.epoch, error=repr(task.exception()))
 
     # --- HELLO --------------------------------------------------------------------------------------------------------
 

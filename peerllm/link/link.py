@@ -14,10 +14,12 @@ from collections.abc import Callable
 
 import structlog
 
+from peerllm.link.aioice_private import local_addresses
 from peerllm.link.config import LinkConfig, LinkState, LinkStats, Urgency
 from peerllm.link.connection import Connection, EpochStale, PeerRefused
 from peerllm.link.liveness import Life
 from peerllm.link.signaling import Attempt, SeatedPeer, StaleEpoch, encode_body
+from peerllm.link.watch import Watch
 from peerllm.protocol import limits
 from peerllm.protocol.errors import LinkError, PeerAway, PeerllmError, ProtocolError
 
@@ -55,6 +57,8 @@ class Link:
         self._closing: set[asyncio.Task[None]] = set()
         self._seeker: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._watch: Watch | None = None
+        self._asking: asyncio.Task[None] | None = None
         self._wanted = asyncio.Event()
         self._failure: PeerllmError | None = None
         self._last_error: PeerllmError | None = None
@@ -73,6 +77,7 @@ class Link:
         self._wanted.set()
         self._arm_deadline(limits.LINK_START_SECONDS)
         self._seeker = asyncio.create_task(self._seek() if self.is_controlling else self._accept())
+        self._watch = Watch((lambda: ()) if self._config.loopback else local_addresses, self._sign_seen)
         while self._state is not LinkState.UP:
             if self._failure is not None:
                 await self._stop()
@@ -166,19 +171,20 @@ class Link:
                 log.info("link.cannot_begin", code=error.code)
             else:
                 self._try(attempt)
-            pause = limits.REPLACEMENT_SECONDS if self._was_up else limits.FIRST_ATTEMPT_SECONDS
-            await self._pause(pause - (time.monotonic() - begun))
-            epoch = max(epoch, self._epoch)
+            await self._pause_since(begun)
 
-    async def _pause(self, seconds: float) -> None:
-        """Sleeps, but on a first start no longer than an attempt still runs."""
-        until = time.monotonic() + max(seconds, 0.0)
-        while time.monotonic() < until:
+    async def _pause_since(self, begun: float) -> None:
+        """Until the next attempt may begin: on a first start as soon as no other runs, later once a second."""
+        while True:
             if not self._was_up and not self._attempts:
-                await asyncio.sleep(min(limits.RETRY_SECONDS, max(0.0, until - time.monotonic())))
+                await asyncio.sleep(limits.RETRY_SECONDS)
+                return
+            pause = limits.REPLACEMENT_SECONDS if self._was_up else limits.FIRST_ATTEMPT_SECONDS
+            left = begun + pause - time.monotonic()
+            if left <= 0:
                 return
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(until - time.monotonic()):
+                async with asyncio.timeout(left):
                     await self._changed()
 
     async def _accept(self) -> None:
@@ -209,6 +215,7 @@ class Link:
             on_life=self._life,
             on_message=self._wake,
             on_room=self._wake,
+            on_again=self._asked_again,
             on_lost=self._lost,
         )
         task = asyncio.create_task(self._establish(connection))
@@ -299,10 +306,33 @@ class Link:
         self._discard(connection)
         self._seek_replacement()
 
+    def _sign_seen(self, reason: str) -> None:
+        """An address changed, or the machine slept: the path is suspect before any silence shows it."""
+        if self._current is not None and self._failure is None:
+            self._current.suspect()
+        if not self.is_controlling and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.create_task(self._ask_again())
+
+    async def _ask_again(self) -> None:
+        """The controlled side cannot begin an attempt; it asks through the room, which may itself be coming back."""
+        epoch = self._epoch
+        while self._state is LinkState.SUSPECT and self._epoch == epoch and self._current is not None:
+            try:
+                await self._current.ask_again()
+            except PeerllmError as error:
+                log.debug("link.cannot_ask", code=error.code)
+            await asyncio.sleep(limits.RETRY_SECONDS)
+
+    def _asked_again(self, connection: Connection) -> None:
+        if connection is self._current and self._failure is None:
+            connection.suspect()
+
     def _seek_replacement(self) -> None:
         if self._deadline is None:
             self._arm_deadline(self._config.kept_seconds)
         self._wanted.set()
+        if self._state is not LinkState.SUSPECT:
+            self._peer.suspect()
         self._set_state(LinkState.SUSPECT)
 
     # --- States and ends ----------------------------------------------------------------------------------------------
@@ -360,11 +390,12 @@ class Link:
         if self._current is not None:
             self._discard(self._current)
             self._current = None
+        if self._watch is not None:
+            self._watch.close()
         tasks = list(self._attempts.values())
         self._attempts.clear()
-        if self._seeker is not None:
-            tasks.append(self._seeker)
-            self._seeker = None
+        tasks += [task for task in (self._seeker, self._asking) if task is not None]
+        self._seeker = self._asking = None
         for task in tasks:
             task.cancel()
         waiting = {*tasks, *self._closing}

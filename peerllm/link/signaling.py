@@ -48,6 +48,9 @@ class SeatedPeer(Protocol):
     async def accept(self) -> Attempt:
         """The newest attempt that the controlling side began."""
 
+    def suspect(self) -> None:
+        """The link is suspect, so the way to the signaling server may be gone too: it is looked at now."""
+
     async def close(self) -> None: ...
 
 
@@ -124,10 +127,20 @@ class StaleEpoch:
     epoch: int = uint((1 << 32) - 1)
 
 
-_KINDS: dict[str, type[Any]] = {"description": Description, "candidates": MoreCandidates, "stale": StaleEpoch}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginAgain:
+    """The controlled side asks for a new attempt at once: its addresses changed, and it cannot begin one itself."""
+
+
+_KINDS: dict[str, type[Any]] = {
+    "description": Description,
+    "candidates": MoreCandidates,
+    "stale": StaleEpoch,
+    "again": BeginAgain,
+}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
-Body = Description | MoreCandidates | StaleEpoch
+Body = Description | MoreCandidates | StaleEpoch | BeginAgain
 
 
 def encode_body(body: Body) -> bytes:

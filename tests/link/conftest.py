@@ -41,5 +41,3 @@ async def pair() -> AsyncIterator[Pair]:
     made = Pair()
     yield made
     await made.close()
-
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +41,9 @@ class MemoryRoom:
         self.is_reachable = True
         self.tamper = lambda body: body
         self.begun: asyncio.Queue[MemoryAttempt] = asyncio.Queue()
-        self.attempts: list[MemoryAttempt] = []
+        self.begun_count = 0
+        self.has_begun = asyncio.Event()
+        self.suspicions = 0
         self.keys: tuple[bytes, bytes] | None = None
         """Different keys on the two sides, for a peer that is not the one it should be."""
 
@@ -51,7 +54,8 @@ class MemoryRoom:
         mine, theirs = self.keys or (key, key)
         one, two = MemoryAttempt(self, epoch, mine), MemoryAttempt(self, epoch, theirs)
         one.other, two.other = two, one
-        self.attempts.append(one)
+        self.begun_count += 1
+        self.has_begun.set()
         self.begun.put_nowait(two)
         return one
 
@@ -69,6 +73,9 @@ class MemorySeat:
     async def accept(self) -> MemoryAttempt:
         return await self.room.begun.get()
 
+    def suspect(self) -> None:
+        self.room.suspicions += 1
+
     async def close(self) -> None: ...
 
 
@@ -80,9 +87,13 @@ class Side:
     states: list[LinkState] = field(default_factory=list)
     hellos: list[bytes] = field(default_factory=list)
 
-    async def reaches(self, state: LinkState, *, seconds: float = SECONDS) -> None:
-        async with asyncio.timeout(seconds):
-            while self.link.state is not state:
+    async def reaches(self, state: LinkState) -> None:
+        await self.until(lambda: self.link.state is state)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Asks whenever the link has changed in any way."""
+        async with asyncio.timeout(SECONDS):
+            while not condition():
                 await self.link._changed()
 
 
