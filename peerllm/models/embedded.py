@@ -130,6 +130,7 @@ def _config(fields: dict[str, Any]) -> dict[str, Any]:
 def _write_weights(reader: Any, config: dict[str, Any], path: Path, progress: Any) -> None:
     import gguf
     import numpy
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
@@ -146,7 +147,10 @@ def _write_weights(reader: Any, config: dict[str, Any], path: Path, progress: An
             raise ModelError(f"the embedded model has an unexpected tensor {tensor.name!r}")
         weights[name] = numpy.ascontiguousarray(values, dtype=numpy.float16)
         progress((index + 1) / len(reader.tensors))
-    save_file(weights, path, metadata={"format": "pt"})
+    try:
+        save_file(weights, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # its own kind for a full disk, too
+        raise ModelError(f"{path} cannot be written: {error}") from error
 
 
 def _halves_from_pairs(values: Any, heads: int) -> Any:

@@ -24,6 +24,8 @@ class Repository:
     commit: str = COMMIT
     refuses: tuple[int, str] | None = None
     """HTTP status and X-Error-Code of every answer about it."""
+    refuses_files: tuple[int, str] | None = None
+    """The same, but of its files only: of a gated model everyone may see the metadata."""
     has_parameters: bool = True
     """Whether the metadata says of which dtypes the weights are."""
     cuts_at: int | None = None
@@ -98,7 +100,9 @@ class _Handler(BaseHTTPRequestHandler):
             model, _, rest = path.removeprefix("/").partition("/resolve/")
             revision, _, file = rest.partition("/")
             repository = self._repository(model, revision)
-            if repository is not None:
+            if repository is not None and repository.refuses_files is not None:
+                self._error(*repository.refuses_files)
+            elif repository is not None:
                 self._resolve(model, repository, file)
         else:
             self._error(404, "EntryNotFound")

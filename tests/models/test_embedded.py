@@ -118,6 +118,18 @@ class TestConversion:
             embedded.folder()
         assert not embedded.folder_path().exists()
 
+    def test_a_full_disk_is_said_and_leaves_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import safetensors.numpy
+
+        def fill(*arguments: object, **options: object) -> None:
+            raise safetensors.SafetensorError("Error while serializing: No space left on device (os error 28)")
+
+        monkeypatch.setenv("PEERLLM_CACHE", str(tmp_path))
+        monkeypatch.setattr(safetensors.numpy, "save_file", fill)
+        with pytest.raises(ModelError, match="No space left"):
+            embedded.folder()
+        assert [path.name for path in (tmp_path / "models").iterdir() if path.is_dir()] == []
+
     def test_killed_half_way_it_is_converted_anew(self, tmp_path: Path, converted: Path) -> None:
         script = (
             "import os, signal\n"

@@ -172,6 +172,13 @@ def test_what_the_hub_refuses_is_said_in_words(hub: Hub, refusal: tuple[int, str
         models.describe(MODEL, allow_download=True)
 
 
+@pytest.mark.parametrize("refusal", [(403, "GatedRepo"), (401, "GatedRepo")])
+def test_a_gated_model_whose_metadata_is_public_is_said_to_be_gated(hub: Hub, refusal: tuple[int, str]) -> None:
+    hub.repositories[MODEL].refuses_files = refusal
+    with pytest.raises(ModelNotFound, match="is gated"):
+        models.describe(MODEL)
+
+
 def test_a_hub_in_trouble_is_an_error_to_try_again(hub: Hub) -> None:
     hub.repositories[MODEL].refuses = (500, "Oops")
     with pytest.raises(ModelError, match="try again later"):
