@@ -6,7 +6,8 @@
     identity     the hashes by which two peers see that they hold the same model
     description  what is known of a model before it is loaded
     embedded     the embedded model, converted once
-    hub          a model hub's files
+    hub          a hub model's description, and the files that a layer range needs
+    hub_client   what is asked of the hub, and its errors as ours
     library      describe, find, fetch, cached_models
     tokenizer    prompts to tokens, tokens to text
     cache        whole folders, remembered hashes

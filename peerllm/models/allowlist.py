@@ -222,7 +222,7 @@ class _Reader:
         self._config = config
         self._where = where
 
-    def count(self, name: str, default: int | None = None, *, maximum: int = 1 << 24) -> int:
+    def count(self, name: str, default: int | None = None, *, maximum: int = limits.MAX_WIDTH) -> int:
         value = self._get(name, default)
         if type(value) is not int or not 1 <= value <= maximum:
             raise ModelError(f"{self._where}: {name!r} in config.json is not a whole number from 1 to {maximum}")

@@ -31,8 +31,8 @@ class ModelDescription:
     identity: ModelIdentity = nested(ModelIdentity)
     family: str = text(limits.MAX_NAME_CHARS)
     layers: int = uint(limits.MAX_LAYERS, minimum=1)
-    hidden_size: int = uint(1 << 24, minimum=1)
-    kv_width: int = uint(1 << 24, minimum=1)
+    hidden_size: int = uint(limits.MAX_WIDTH, minimum=1)
+    kv_width: int = uint(limits.MAX_WIDTH, minimum=1)
     """Elements that one position adds to one layer's keys, and again to its values."""
     vocabulary: int = uint(limits.MAX_VOCABULARY, minimum=1)
     """Rows of the embedding, padding included."""

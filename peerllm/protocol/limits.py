@@ -87,6 +87,10 @@ MAX_CHECKPOINT_HEADER_BYTES = 16 * MIB
 """A safetensors header: MAX_LAYERS layers of a dozen tensors, 150 bytes each, are 2 MiB."""
 MAX_MODEL_JSON_BYTES = 32 * MIB
 """config.json, an index of weight files, tokenizer_config.json; all before anything of them is believed."""
+MAX_WIDTH = 1 << 24
+"""Any one dimension of a layer that config.json names."""
+HUB_SECONDS = 20.0
+"""How long the hub may take to answer a question about a model."""
 WEIGHT_STAGING_BYTES = 16 * MIB
 """Weights on their way to another dtype or device pass through one buffer of this size."""
 

@@ -74,6 +74,18 @@ def test_converts_through_a_buffer_smaller_than_the_tensor(folder: Path, monkeyp
             assert torch.equal(target, weights()[name].to(dtype))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_reads_onto_a_gpu_in_any_dtype(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "WEIGHT_STAGING_BYTES", 16)
+    checkpoint = Checkpoint.open(folder)
+    for name in ("half", "brain", "full", "scalar"):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            target = torch.empty(checkpoint.shape(name), dtype=dtype, device="cuda")
+            checkpoint.read_into(name, target)
+            assert torch.equal(target.cpu(), weights()[name].to(dtype))
+
+
 def test_reads_into_a_part_of_a_larger_tensor(folder: Path) -> None:
     joined = torch.zeros(10, 7, dtype=torch.half)
     Checkpoint.open(folder).read_into("half", joined[5:])
