@@ -101,6 +101,12 @@ class Answers:
         for answer in list(self._open):
             answer.stop(reason)
 
-    async def wait_closed(self) -> None:
-        if self._open:
-            await asyncio.wait([answer.task for answer in self._open])
+    async def wait_closed(self, within: float) -> None:
+        """Waits for all to end. Those that still tidy up after so many seconds are cancelled in it."""
+        tasks = {answer.task for answer in self._open}
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=within)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)

@@ -28,13 +28,20 @@ class Connections:
         self._make_handler = make_handler
         self._max_clients = max_clients
         self._stall_seconds = stall_seconds
-        self._clients: dict[asyncio.BaseTransport, _Client] = {}
+        self._clients: dict[asyncio.Transport, _Client] = {}
+        self._requests: set[asyncio.Task[object]] = set()
+        self._all_gone = asyncio.Event()
+        self._all_gone.set()
 
     def __call__(self) -> asyncio.Protocol:
         return _Client(self)
 
-    def request_began(self, transport: asyncio.BaseTransport | None) -> None:
-        """The head of a request has come in whole."""
+    def request_began(self, transport: asyncio.Transport | None) -> None:
+        """The head of a request has come in whole, and the current task serves it."""
+        task = asyncio.current_task()
+        if task is not None:
+            self._requests.add(task)
+            task.add_done_callback(self._requests.discard)
         client = self._clients.get(transport) if transport is not None else None
         if client is not None:
             client.stop_timer()
@@ -43,10 +50,21 @@ class Connections:
         if len(self._clients) >= self._max_clients:
             return None
         self._clients[transport] = client
+        self._all_gone.clear()
         return self._make_handler()
 
-    def forget(self, transport: asyncio.BaseTransport) -> None:
+    def forget(self, transport: asyncio.Transport) -> None:
         self._clients.pop(transport, None)
+        if not self._clients:
+            self._all_gone.set()
+
+    async def close(self) -> None:
+        """Drops whoever is still there, with what they have not taken, and waits until nothing serves them."""
+        for transport in list(self._clients):
+            transport.abort()
+        await self._all_gone.wait()
+        if self._requests:
+            await asyncio.wait(self._requests)
 
     def crowded(self) -> bytes:
         return raw_response(Overloaded(f"This daemon serves {self._max_clients} connections at once; try again soon."))

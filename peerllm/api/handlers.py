@@ -151,7 +151,7 @@ async def errors_in_shape(request: web.Request, handler: Handler) -> web.StreamR
         return error_response(PeerllmError("The daemon met an internal error; its log has the details."))
 
 
-def application(handlers: Handlers, request_began: Callable[[asyncio.BaseTransport | None], None]) -> web.Application:
+def application(handlers: Handlers, request_began: Callable[[asyncio.Transport | None], None]) -> web.Application:
     """`request_began` is told of each request whose head has come in."""
 
     @web.middleware

@@ -43,7 +43,8 @@ class Server:
 
     async def close(self) -> None:
         """Takes no new clients, ends running answers with an error that says so, and removes the socket. May be called
-        twice. Takes little more than `limits.API_CLOSE_SECONDS` if clients do not take their last event."""
+        twice. Takes `limits.API_CLOSE_SECONDS` if a client does not take its last event, and half of it more if the
+        backend does not end its answers."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -51,7 +52,8 @@ class Server:
         self._answers.stop_all(DaemonStopping("The daemon was stopped before the answer was complete."))
         try:
             await self._runner.cleanup()
-            await self._answers.wait_closed()
+            await self._answers.wait_closed(limits.API_CLOSE_SECONDS / 2)
+            await self._connections.close()
             await self._server.wait_closed()
         finally:
             self._listener.close()
@@ -95,7 +97,7 @@ async def serve(
             application(handlers, connections.request_began),
             handler_cancellation=True,  # a client that goes away ends its answer
             keepalive_timeout=stall_seconds,
-            shutdown_timeout=limits.API_CLOSE_SECONDS,
+            shutdown_timeout=limits.API_CLOSE_SECONDS / 2,  # aiohttp waits for it twice
             auto_decompress=False,
             access_log=None,
         )

@@ -210,23 +210,6 @@ async def test_the_client_does_not_wait_while_the_backend_tidies_up(
         first.ran_to_end = False
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-async def test_tidying_up_is_not_cut_short_when_the_client_leaves_after_the_answer(
-    start: Any, http: Any, scripted: Any, chat_body: Any, done: Any, is_streamed: bool
-) -> None:
-    tidied = asyncio.Event()
-    backend = scripted("text", done, tidied)
-    server = await start(backend)
-    async with http.post(CHAT, json=chat_body(stream=is_streamed)) as response:
-        await response.read()
-        response.close()
-    while server.clients:
-        await asyncio.sleep(0)
-    tidied.set()
-    await backend.ended.wait()
-    assert backend.ran_to_end
-
-
 async def test_another_model_is_not_found(start: Any, http: Any, scripted: Any, chat_body: Any) -> None:
     await start(scripted())
     async with http.post(CHAT, json=chat_body(model="gpt-5")) as response:
