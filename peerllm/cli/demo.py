@@ -59,11 +59,11 @@ def run(args: argparse.Namespace) -> int:
     say: Callable[[str], None] = (lambda _: None) if args.json else print
     try:
         with stage() as here:
-            first, second = _open_room(here, args, progress, say)
             try:
+                first, second = _open_room(here, args, progress, say)
                 figures = _measure(args, Client(first), Client(second), say)
             except PeerllmError as error:
-                raise DemoFailed(f"{error.message}\n{here.log_tails()}") from error
+                raise DemoFailed(f"{error.message}\nThe logs end with:\n{here.log_tails()}") from error
     except KeyboardInterrupt:
         progress.done()
         print("peerllm: stopped", file=sys.stderr)

@@ -66,12 +66,12 @@ class Child:
                 if on_log is not None:
                     on_log(self._last_log_line())
                 if time.monotonic() > deadline:
-                    raise DemoFailed(f"{self.name} took more than {timeout:.0f} s\n{self.log_tail()}")
+                    raise DemoFailed(f"the {self.name} process took more than {timeout:.0f} s")
                 if not selector.select(0.2):
                     continue
                 data = os.read(self._process.stdout.fileno(), 65536)
                 if not data:
-                    raise DemoFailed(f"{self.name} ended early\n{self.log_tail()}")
+                    raise DemoFailed(f"the {self.name} process ended early:\n{self.log_tail()}")
                 self._buffer += data
 
     def log_tail(self) -> str:

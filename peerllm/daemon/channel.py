@@ -29,9 +29,14 @@ class MessageChannel:
     def __init__(self, link: Link) -> None:
         self.link = link
 
-    async def send(self, message: Message) -> None:
-        """Waits while too much is unprocessed or the link is away. Raises PeerAway once it is down for good."""
-        await self.link.send(encode_message(message), _URGENCY.get(type(message), Urgency.ROUND))
+    async def send(self, message: Message, urgency: Urgency | None = None) -> None:
+        """Waits while too much is unprocessed or the link is away. Raises PeerAway once it is down for good.
+
+        Order holds within an urgency alone; without one, the message's kind decides.
+        """
+        if urgency is None:
+            urgency = _URGENCY.get(type(message), Urgency.ROUND)
+        await self.link.send(encode_message(message), urgency)
 
     async def receive(self) -> Message:
         """The next message that this release knows. What is not a message is answered and skipped.

@@ -20,9 +20,9 @@ from peerllm.decoding.draft_length import AdaptiveDraftLength, DraftLengthPolicy
 from peerllm.decoding.drafting import BlockOrder, DraftingSession
 from peerllm.decoding.replay import ReplayLog
 from peerllm.decoding.stops import StopScanner
-from peerllm.link import LinkState
+from peerllm.link import LinkState, Urgency
 from peerllm.protocol import limits
-from peerllm.protocol.errors import PeerAway, PeerllmError
+from peerllm.protocol.errors import PeerAway, PeerllmError, ProtocolError
 from peerllm.protocol.messages import (
     CandidateBlock,
     Message,
@@ -41,6 +41,8 @@ from peerllm.telemetry.ledger import RoundLedger
 log = structlog.get_logger(__name__)
 
 _RESYNC = "resync"
+_MAX_REPLAYS = 8
+"""Within one round: a link that drops more often than this carries nothing anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +239,8 @@ class _Answer:
             session=self.session, round=order.round, start=order.start, candidates=candidates, hidden=reply.payload
         )
         sent = time.monotonic()
-        await self._channel.send(block)
+        # The first block must not overtake the prefill that it follows.
+        await self._channel.send(block, Urgency.BULK if order.round == 0 else None)
         verdict = await self._verdict(block, inbox)
         now = time.monotonic()
         committed = self._drafting.judge(order.round, candidates, verdict.accepted, verdict.next_token)
@@ -276,7 +279,12 @@ class _Answer:
 
     async def _verdict(self, block: CandidateBlock, inbox: _Inbox) -> Verdict:
         """The verdict on this block. After a reconnect the block goes out again; rows that the other side lacks are
-        replayed first."""
+        replayed first.
+
+        Raises:
+            ProtocolError: the other side asks for rows again and again.
+        """
+        replays = 0
         while True:
             try:
                 async with asyncio.timeout(self._drafter.rounds.seconds):
@@ -289,12 +297,15 @@ class _Answer:
                 if item.round == block.round:
                     return item
             elif isinstance(item, SessionState):
+                replays += 1
+                if replays > _MAX_REPLAYS:
+                    raise ProtocolError(f"the other peer asked for the same rows {replays} times")
                 await self._replay_from(item.length)
-                await self._channel.send(block)
+                await self._channel.send(block, Urgency.BULK)
             elif isinstance(item, PeerllmError):
                 raise item
             else:
-                await self._channel.send(block)
+                await self._channel.send(block, Urgency.BULK)
 
     async def _replay_from(self, length: int) -> None:
         if length == 0:

@@ -108,7 +108,7 @@ class Node:
             peer = await client.join(self._config.room_code)
         else:
             room = await client.open()
-            self._person.tell(RoomOpened(room.code))
+            self._person.tell(RoomOpened(str(room.code)))
             peer = await room.admit()
         self._person.tell(PeerSeated())
         return peer
