@@ -13,7 +13,6 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from peerllm.protocol import limits
 from peerllm.protocol.errors import (
-    ProtocolError,
     RoomError,
     SignalingUnreachable,
 )
@@ -95,8 +94,6 @@ class RoomClient:
                 if time.monotonic() + 1 > until:
                     raise
                 await asyncio.sleep(random.uniform(0.2, 0.8))
-        if paired.remote_key == identity.public_key().public_bytes_raw():
-            raise ProtocolError("This room was opened by this very daemon, or by a copy of its state directory.")
         return await self._seat(identity, paired, is_opener=False)
 
     async def resume(self, room: str | None = None) -> SeatedPeer:
@@ -119,6 +116,8 @@ class RoomClient:
             confirmation = await asyncio.to_thread(joiner.take_greeting, await _body(socket))
             await socket.send(confirmation)
             done, paired = joiner.take_confirmation(await _body(socket))
+            if paired.remote_key == public:
+                raise RoomError("This room was opened by this very daemon, or by a copy of its state directory.")
             await socket.send(done)
             await _seated(socket)
             return paired

@@ -122,6 +122,7 @@ class Room:
         """Those inside stay; nobody else can join."""
         self._end(RoomClosed("The room was closed."))
         await asyncio.gather(self._runner, return_exceptions=True)
+        await self._leave()  # for a runner that was cancelled before it began
         while not self._seated.empty():  # nobody asked for them
             await self._seated.get_nowait().close()
 
@@ -131,6 +132,12 @@ class Room:
             self._failure = error
         self._ended.set()
         self._runner.cancel()
+
+    async def _leave(self) -> None:
+        await self._end_claims()
+        with contextlib.suppress(SignalingUnreachable):  # then the server has forgotten the room, or will
+            await self._socket.say("close", reason=self._reason)
+        await self._socket.close()
 
     # --- The connection to the server ---------------------------------------------------------------------------------
 
@@ -146,10 +153,7 @@ class Room:
         except PeerllmError as error:
             self._end(error)
         finally:
-            await self._end_claims()
-            with contextlib.suppress(SignalingUnreachable):  # then the server has forgotten the room, or will
-                await self._socket.say("close", reason=self._reason)
-            await self._socket.close()
+            await self._leave()
 
     async def _come_back(self, why: SignalingUnreachable) -> None:
         """Gets the room back under its number after the connection broke or the server was started anew."""

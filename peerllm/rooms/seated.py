@@ -70,6 +70,7 @@ class SeatedPeer:
     _complaint: ProtocolError | None = None
     _waiters: set[asyncio.Future[None]] = field(default_factory=set)
     _absence: asyncio.TimerHandle | None = None
+    _closing: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.local_id = self.identity.public_key().public_bytes_raw()
@@ -142,6 +143,7 @@ class SeatedPeer:
         if runner is not None:
             runner.cancel()
             await asyncio.gather(runner, return_exceptions=True)
+        await asyncio.gather(*self._closing, return_exceptions=True)
 
     # --- The handshake ------------------------------------------------------------------------------------------------
 
@@ -294,7 +296,10 @@ class SeatedPeer:
             for task in [*tasks, reader]:
                 task.cancel()
             await asyncio.gather(*tasks, reader, return_exceptions=True)
-            await asyncio.shield(asyncio.create_task(socket.close()))
+            # A half-open socket takes a second to close: the next is not kept waiting for that.
+            closing = asyncio.create_task(socket.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
         return was_useful
 
     async def _meet(self, socket: server.ServerSocket) -> None:

@@ -1,0 +1,200 @@
+"""Opening and joining rooms over a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from peerllm_signaling.server import SignalingServer
+
+from peerllm.protocol import limits
+from peerllm.protocol.errors import (
+    RoomClosed,
+    RoomCrowded,
+    RoomError,
+    RoomNotFound,
+    SignalingUnreachable,
+    VersionMismatch,
+    WrongCode,
+)
+from peerllm.rooms.codes import RoomCode
+from peerllm.rooms.wire import Introduction, Versions
+from tests.rooms.house import SECONDS, House, connect, signaling, until
+
+
+def wrong(code: RoomCode) -> str:
+    return str(RoomCode(code.number, ("zoo", *code.words[1:]) if code.words[0] != "zoo" else ("ability",) * 3))
+
+
+async def test_two_who_share_a_code_learn_each_others_keys(house: House) -> None:
+    one, two = await house.pair()
+    assert (one.local_id, one.remote_id) == (two.remote_id, two.local_id)
+    assert one.is_opener is not two.is_opener
+    assert one.room_name == two.room_name
+
+
+async def test_wrong_words_are_told_to_both_and_cost_no_seat(house: House) -> None:
+    guesses: list[tuple[int, int]] = []
+    room = await house.open(house.client("a"), on_guess=lambda *guess: guesses.append(guess))
+    with pytest.raises(WrongCode, match="Ask for the code again"):
+        await house.client("b").join(wrong(room.code))
+    assert guesses == [(1, 9)]
+    async with asyncio.timeout(SECONDS):
+        peers = await asyncio.gather(room.admit(), house.client("b").join(str(room.code)))
+    for peer in peers:
+        house.keep(peer)
+
+
+async def test_ten_wrong_guesses_close_the_room_and_both_users_are_told(house: House) -> None:
+    guesses: list[tuple[int, int]] = []
+    room = await house.open(house.client("a"), on_guess=lambda *guess: guesses.append(guess))
+    stranger = house.client("stranger")
+    for _ in range(limits.MAX_WRONG_GUESSES):
+        with pytest.raises(WrongCode):
+            await stranger.join(wrong(room.code))
+    assert [guess for guess, _ in guesses] == list(range(1, 11))
+    with pytest.raises(RoomClosed, match="10 times someone tried wrong words"):
+        async with asyncio.timeout(SECONDS):
+            await room.admit()
+    with pytest.raises(RoomNotFound):  # the right words come too late
+        await house.client("b").join(str(room.code))
+
+
+async def test_a_third_is_told_that_the_room_is_crowded_and_those_inside_go_on(house: House) -> None:
+    room = await house.open(house.client("a"))
+    async with asyncio.timeout(SECONDS):
+        one, two = await asyncio.gather(room.admit(), house.client("b").join(str(room.code)))
+    house.keep(one), house.keep(two)
+    with pytest.raises(RoomCrowded):
+        await house.client("c").join(str(room.code))
+    begins, accepts = (one, two) if one.is_controlling else (two, one)
+    ours, theirs = await connect(begins, accepts)
+    assert ours.session_key == theirs.session_key
+
+
+async def test_a_number_that_is_no_room_is_told(house: House) -> None:
+    with pytest.raises(RoomNotFound, match="no room of this number"):
+        await house.client("b").join("9999999-copper-winter-anchor")
+
+
+async def test_a_closed_room_is_gone(house: House) -> None:
+    room = await house.client("a").open()
+    await room.close()
+    with pytest.raises(RoomNotFound):
+        await house.client("b").join(str(room.code))
+    with pytest.raises(RoomClosed):
+        await room.admit()
+
+
+async def test_waiting_for_a_peer_can_be_cancelled_and_taken_up_again(house: House) -> None:
+    room = await house.open(house.client("a"))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await room.admit()
+    async with asyncio.timeout(SECONDS):
+        one, two = await asyncio.gather(room.admit(), house.client("b").join(str(room.code)))
+    house.keep(one), house.keep(two)
+
+
+async def test_a_daemon_cannot_join_its_own_room(house: House) -> None:
+    room = await house.open(house.client("a"))
+    with pytest.raises(RoomError, match=r"very daemon"):
+        await house.client("a").join(str(room.code))
+
+
+async def test_unequal_releases_say_so_and_it_is_no_guess(house: House) -> None:
+    guesses: list[int] = []
+    room = await house.open(house.client("a"), on_guess=lambda count, _: guesses.append(count))
+    later = house.client("b")
+    later.versions = Versions(7, 9)
+    with pytest.raises(VersionMismatch, match="this one speaks versions 7 to 9, the other peer's 1"):
+        await later.join(str(room.code))
+    assert guesses == []
+
+
+async def test_a_third_peer_is_introduced_to_the_second(house: House) -> None:
+    room = await house.open(house.client("a"), seats=2)
+    heard: list[Introduction] = []
+    async with asyncio.timeout(SECONDS):
+        a_b, b = await asyncio.gather(room.admit(), house.client("b").join(str(room.code)))
+        b.on_introduction = heard.append
+        a_c, c = await asyncio.gather(room.admit(), house.client("c").join(str(room.code)))
+    for peer in (a_b, b, a_c, c):
+        house.keep(peer)
+    assert c.introductions == [Introduction(b.local_id, 1)]
+    begins, accepts = (a_b, b) if a_b.is_controlling else (b, a_b)
+    ours, theirs = await connect(begins, accepts)
+    attempt = ours if begins is a_b else theirs
+    async with asyncio.timeout(SECONDS):
+        await a_b.introduce(attempt, Introduction(c.local_id, 2))
+        while not heard:
+            await b._next()
+    assert heard == b.introductions == [Introduction(c.local_id, 2)]
+
+
+async def test_nobody_at_the_address_is_told_within_five_seconds(house: House) -> None:
+    async with signaling() as other:
+        url = other.address
+    begun = time.monotonic()
+    with pytest.raises(SignalingUnreachable, match="cannot be reached"):
+        await house.client("a", url).open()
+    assert time.monotonic() - begun < limits.SIGNALING_CONNECT_SECONDS
+
+
+async def test_a_server_that_never_answers_is_told(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SIGNALING_CONNECT_SECONDS", 0.1)
+    monkeypatch.setattr("peerllm.rooms.server.connect.__kwdefaults__", {"insecure": False, "seconds": 0.1})
+    accepted: list[asyncio.StreamWriter] = []
+
+    def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.append(writer)
+
+    mute = await asyncio.start_server(hold, "127.0.0.1", 0)
+    url = f"ws://127.0.0.1:{mute.sockets[0].getsockname()[1]}"
+    with pytest.raises(SignalingUnreachable, match="does not answer"):
+        await house.client("a", url).open()
+    for writer in accepted:
+        writer.close()
+    mute.close()
+    await mute.wait_closed()
+
+
+async def test_a_waiting_room_comes_back_after_the_server_was_started_anew(house: House) -> None:
+    async with signaling() as first:
+        room = await house.open(house.client("a", first.address))
+        port = first.port
+    async with signaling(port) as second:
+        await until(lambda: len(second.switchboard.rooms) > 0)
+        async with asyncio.timeout(SECONDS):
+            one, two = await asyncio.gather(room.admit(), house.client("b", second.address).join(str(room.code)))
+        house.keep(one), house.keep(two)
+        await house.close()
+
+
+async def test_a_peer_that_joins_while_the_opener_comes_back_waits_for_it(
+    house: House, server: SignalingServer
+) -> None:
+    room = await house.open(house.client("a"))
+    await room._socket._socket.close()  # its connection breaks
+    async with asyncio.timeout(SECONDS):
+        one, two = await asyncio.gather(room.admit(), house.client("b").join(str(room.code)))
+    house.keep(one), house.keep(two)
+
+
+async def test_spake2_never_holds_up_the_loop(house: House) -> None:
+    longest = 0.0
+    is_over = False
+
+    async def watch() -> None:
+        nonlocal longest
+        while not is_over:
+            begun = time.perf_counter()
+            await asyncio.sleep(0)
+            longest = max(longest, time.perf_counter() - begun)
+
+    watching = asyncio.create_task(watch())
+    await house.pair()
+    is_over = True
+    await watching
+    assert longest < limits.LOOP_BLOCKED_SECONDS
