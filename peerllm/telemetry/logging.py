@@ -40,7 +40,7 @@ def _redacted(field: str, value: Any) -> Any:
     return value
 
 
-def configure(level: str = "info", stream: TextIO | None = None) -> None:
+def configure_logging(level: str = "info", stream: TextIO | None = None) -> None:
     """Sends structlog's events, and what libraries log, to `stream` (standard error).
 
     Libraries log at warnings and above only: their lower levels show addresses and what is sent.
