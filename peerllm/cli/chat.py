@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 
 from peerllm.cli.answering import Reply, add_sampling_arguments, chat_body, stream_answer
@@ -25,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
     on_terminal = sys.stdin.isatty()
     served = client.get("/v1/models")  # so that a daemon that is not there is found before anything is typed
     if on_terminal:
+        _edit_lines()
         names = ", ".join(str(model.get("id")) for model in served.get("data", ())) or "no model yet"
         print(f"{printable(names)}. /help shows the commands.")
     messages: list[dict[str, str]] = []
@@ -38,6 +40,14 @@ def run(args: argparse.Namespace) -> int:
         elif line.strip():
             _turn(client, args, messages, line)
     return 0
+
+
+def _edit_lines() -> None:
+    """Lets input() edit lines, with a history in memory. Some Pythons are built without it."""
+    with contextlib.suppress(ImportError):
+        import readline
+
+        readline.set_auto_history(True)
 
 
 def _next_line(on_terminal: bool) -> str | None:

@@ -135,7 +135,7 @@ class Peerllm:
 
     def start(self, *words: str, **options: Any) -> subprocess.Popen[bytes]:
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return subprocess.Popen(self.words(*words), env=environment(), **(pipes | options))
+        return subprocess.Popen(self.words(*words), **(pipes | {"env": environment()} | options))
 
 
 @pytest.fixture

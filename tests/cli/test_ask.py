@@ -25,8 +25,8 @@ def test_a_dash_reads_standard_input(daemon: Any, peerllm: Any) -> None:
 
 def test_options_reach_the_daemon(daemon: Any, peerllm: Any) -> None:
     peerllm(
-        "ask", "Hi", "--system", "Be short.", "--max-tokens", "5", "--temperature", "0.5", "--top-p", "0.9", "--seed", "7",
-        "--stop", "a", "--stop", "b", "--draft-length", "0",
+        "ask", "Hi", "--system", "Be short.", "--max-tokens", "5", "--temperature", "0.5", "--top-p", "0.9",
+        "--seed", "7", "--stop", "a", "--stop", "b", "--draft-length", "0",
     )  # fmt: skip
     (request,) = daemon.backend.requests
     assert [(message.role, message.content) for message in request.messages] == [
