@@ -36,6 +36,13 @@ class _Second:
     high: int = uint(0xFFFF)
 
 
+def blaming(error: ProtocolError) -> ProtocolError:
+    """The error with its cause: nothing that the other peer sends breaks a rule, so what does was put in its place."""
+    if TAMPERED in error.message:
+        return error
+    return ProtocolError(f"Not what the other peer sent: {error.message}. {TAMPERED}")
+
+
 class Attempt:
     """Satisfies `link.signaling.Attempt`. `post` sends a frame to the other peer."""
 
@@ -123,7 +130,7 @@ class Attempt:
             self._bodies.append(plain[1:])
             self._news.set()
         except ProtocolError as error:
-            self.fail(error)
+            self.fail(blaming(error))
             raise
         return None
 

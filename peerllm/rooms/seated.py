@@ -102,7 +102,7 @@ class SeatedPeer:
         try:
             async with asyncio.timeout(limits.ATTEMPT_SECONDS):
                 while True:
-                    while not self._is_present:
+                    while not self._can_talk:
                         await self._next()
                     was_present = True
                     found = await self._shake_hands(epoch)
@@ -157,9 +157,10 @@ class SeatedPeer:
             try:
                 await self._post(beginning.frame)
             except PeerAway:
+                await self._next()  # the socket is dead, and its reader has not noticed yet
                 return None
             while not pending.done.done():
-                if not self._is_present or presence != self._presence:
+                if not self._can_talk or presence != self._presence:
                     return None
                 self._check()
                 await self._next()
@@ -172,6 +173,10 @@ class SeatedPeer:
                 pending.done.cancel()
         await made.send_sealed(wire.START)
         return made
+
+    @property
+    def _can_talk(self) -> bool:
+        return self._is_present and self._socket is not None
 
     def _why_nobody(self, was_present: bool) -> PeerllmError:
         if self._complaint is not None:
@@ -247,7 +252,7 @@ class SeatedPeer:
 
     async def _post(self, frame: bytes) -> None:
         self._check()
-        if self._socket is None or not self._is_present:
+        if self._socket is None or not self._can_talk:
             raise PeerAway("The other peer is not at the signaling server.")
         try:
             await self._socket.send(frame)
@@ -331,7 +336,7 @@ class SeatedPeer:
             try:
                 answers = self._take(message)
             except ProtocolError as error:
-                self._complaint = error
+                self._complaint = attempts.blaming(error)
                 answers = []
             self._wake()
             for frame in answers:
@@ -343,7 +348,7 @@ class SeatedPeer:
             self._socket = socket
             self._trouble = None
             self.ice_servers = self.ice_servers.with_stun(self.signaling_url, message)
-        elif op == "present":
+        elif op == "present" and self._socket is socket:
             self.ice_servers = self.ice_servers.with_turn(message, time.monotonic())
             self._presence += 1
             self._is_present = True

@@ -15,7 +15,6 @@ from yarl import URL
 
 from peerllm.protocol import limits
 from peerllm.protocol.errors import (
-    ProtocolError,
     RoomClosed,
     RoomCrowded,
     RoomError,
@@ -98,7 +97,7 @@ class ServerSocket:
             raise self._lost() from error
 
     async def receive(self) -> Message:
-        """Raises SignalingUnreachable once the connection is over, ProtocolError for what no server says."""
+        """Control messages that are none are passed over. Raises SignalingUnreachable once the connection is over."""
         while True:
             message = await self._socket.receive()
             self.heard_at = time.monotonic()
@@ -106,8 +105,10 @@ class ServerSocket:
             if message.type is WSMsgType.BINARY:
                 return bytes(message.data)
             if message.type is WSMsgType.TEXT:
-                return _control(message.data)
-            if message.type is WSMsgType.PING:
+                control = _control(message.data)
+                if control is not None:
+                    return control
+            elif message.type is WSMsgType.PING:
                 await self._socket.pong(message.data)
             elif message.type is not WSMsgType.PONG:
                 raise self._lost()
@@ -204,14 +205,12 @@ def proxy_for(target: URL) -> str | None:
     return proxies.get("https" if target.scheme == "wss" else "http") or proxies.get("all")
 
 
-def _control(data: str) -> dict[str, Any]:
+def _control(data: str) -> dict[str, Any] | None:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
-        raise ProtocolError("the signaling server sent what is not JSON") from None
-    if not isinstance(value, dict) or not isinstance(value.get("op"), str):
-        raise ProtocolError("the signaling server sent a message without a name")
-    return value
+        return None
+    return value if isinstance(value, dict) and isinstance(value.get("op"), str) else None
 
 
 def _cause(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,10 +51,8 @@ class Meddler:
     """What to pass on in its place: nothing, something else, several. `back` sends to where it came from."""
     url: str = ""
     seen: list[Passing] = field(default_factory=list)
-    backs: dict[int, aiohttp.ClientWebSocketResponse | web.WebSocketResponse] = field(default_factory=dict)
     sockets: dict[int, web.WebSocketResponse] = field(default_factory=dict)
-    is_frozen: bool = False
-    """Half open: nothing passes, and nobody is told."""
+    servers: dict[int, aiohttp.ClientWebSocketResponse] = field(default_factory=dict)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def serve(self, request: web.Request) -> web.WebSocketResponse:
@@ -63,6 +61,7 @@ class Meddler:
         await here.prepare(request)
         self.sockets[number] = here
         async with aiohttp.ClientSession() as session, session.ws_connect(self.target + PATH) as there:
+            self.servers[number] = there
             up = asyncio.create_task(self._pass_on(number, here, there, is_from_client=True))
             down = asyncio.create_task(self._pass_on(number, there, here, is_from_client=False))
             await asyncio.wait([up, down], return_when=asyncio.FIRST_COMPLETED)
@@ -73,7 +72,7 @@ class Meddler:
 
     async def _pass_on(self, number: int, source: Any, sink: Any, *, is_from_client: bool) -> None:
         async for message in source:
-            if self.is_frozen or message.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
+            if message.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
                 continue
             passing = Passing(number, is_from_client, message.data)
             self.seen.append(passing)
@@ -86,7 +85,14 @@ class Meddler:
 
     def say_back(self, passing: Passing, data: Data) -> None:
         """To the client that the message came from or goes to."""
-        task = asyncio.create_task(self._send(self.sockets[passing.connection], data))
+        self._spawn(self._send(self.sockets[passing.connection], data))
+
+    def say_on(self, passing: Passing, data: Data) -> None:
+        """To the real server, as if the client had said it."""
+        self._spawn(self._send(self.servers[passing.connection], data))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
