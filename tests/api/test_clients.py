@@ -306,7 +306,7 @@ def test_one_client_too_many_is_told_so_and_the_others_live_on(tmp_path: Path, l
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
-def test_a_request_over_the_limit_is_refused_unread(tmp_path: Path, is_chunked: bool) -> None:
+def test_a_request_over_the_limit_is_refused(tmp_path: Path, is_chunked: bool) -> None:
     async def test() -> None:
         size = limits.MAX_API_BODY_BYTES + 1
         backend = Endless()
