@@ -19,7 +19,8 @@ from peerllm.engine import codec
 from peerllm.engine.drafting.base import Drafter, NoDrafter
 from peerllm.engine.drafting.build import build_drafter
 from peerllm.engine.results import Drafted, Loaded, Prefilled, Stopwatch, Verified
-from peerllm.engine.sampling import judge
+from peerllm.engine.runner import Runner
+from peerllm.engine.running import make_runner
 from peerllm.engine.slice import ModelSlice, read_config
 from peerllm.engine.weights import Progress, load_weights
 from peerllm.protocol import limits
@@ -50,6 +51,7 @@ class Engine:
         dtype: the dtype's name, of the weights and of `exact` hidden states.
         slots: sessions at once.
         drafter: on the first slice; None drafts nothing.
+        path: one of `running.PATHS`.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Engine:
         dtype: str,
         slots: int = limits.MAX_SESSIONS,
         drafter: Drafter | None = None,
+        path: str = "auto",
     ) -> None:
         self.part = part
         self.context = context
@@ -71,9 +74,14 @@ class Engine:
         capacity = context + limits.MAX_CANDIDATES + 1
         part.prepare(capacity)
         self._cache = part.make_cache(slots=slots, capacity=capacity)
+        clock = time.perf_counter()
+        self._runner: Runner = make_runner(part, self._cache, path)
+        captured = time.perf_counter() - clock
         self._sessions: dict[int, _Session] = {}
         self._free = list(range(slots))
-        self.loaded = Loaded(context, part.shape.vocabulary, part.shape.width, bytes=self._bytes())
+        self.loaded = Loaded(
+            context, part.shape.vocabulary, part.shape.width, seconds={"graphs": captured}, bytes=self._bytes()
+        )
 
     @classmethod
     def load(
@@ -90,6 +98,7 @@ class Engine:
         draft: str = "none",
         weights: str = "unquantised",
         slots: int = limits.MAX_SESSIONS,
+        path: str = "auto",
         progress: Progress = _silent,
     ) -> Engine:
         """Reads the slice's weights and gets ready.
@@ -133,10 +142,11 @@ class Engine:
                 context=context,
                 dtype=codec.DTYPES[dtype],
                 device=draft_device or device,
+                path=path,
                 progress=progress,
             )
         seconds["draft"] = time.perf_counter() - clock
-        engine = cls(part, context=context, wire_codec=wire_codec, dtype=dtype, slots=slots, drafter=drafter)
+        engine = cls(part, context=context, wire_codec=wire_codec, dtype=dtype, slots=slots, drafter=drafter, path=path)
         engine.loaded.seconds.update(seconds)
         return engine
 
@@ -154,6 +164,7 @@ class Engine:
         slot = self._free.pop()
         self._cache.rewind(slot, 0)
         self.drafter.forget(slot)
+        self._runner.open(slot, sampling)
         self._sessions[session] = _Session(slot, sampling)
 
     def close(self, session: int) -> None:
@@ -242,11 +253,11 @@ class Engine:
         watch = Stopwatch()
         inputs = self._rows_in(payload, len(candidates) + 1)
         decode_us = watch.lap_us()
-        hidden = self._run(state, start, inputs)
-        layers_us = watch.lap_us()
-        logits = self.part.logits(hidden)
-        accepted, next_token = judge(logits, list(candidates), start, state.sampling)
-        return Verified(accepted, next_token, decode_us, layers_us, watch.lap_us())
+        self._rewind(state, start, len(inputs))
+        accepted, next_token = self._runner.verify(state.slot, inputs, list(candidates), start, state.sampling)
+        self._cache.advance([state.slot], len(inputs))
+        # The verdict is part of the layers' graph; there is no time of its own.
+        return Verified(accepted, next_token, decode_us, watch.lap_us(), 0)
 
     def forward(self, session: int, start: int, rows: int, payload: bytes) -> Prefilled:
         """A block's rows through a middle slice. Raises as `prefill`."""
@@ -258,17 +269,20 @@ class Engine:
     def _run(self, state: _Session, start: int, inputs: torch.Tensor) -> torch.Tensor:
         """Hidden states `[rows, width]` of `inputs` (`[rows]` tokens or `[rows, width]`) at `start`."""
         rows = len(inputs)
+        self._rewind(state, start, rows)
+        if rows == 0:
+            return torch.empty(0, self.part.shape.width, dtype=self.part.dtype, device=self.part.device)
+        hidden = self._runner.forward(state.slot, inputs)
+        self._cache.advance([state.slot], rows)
+        return hidden
+
+    def _rewind(self, state: _Session, start: int, rows: int) -> None:
+        """The slot is ready for rows `[start, start + rows)`."""
         held = self._cache.lengths[state.slot]
         self._require(start <= held, f"rows from {start} on came; {held} are here")
         if start + rows > self.context:
             raise ContextTooLong(f"rows up to {start + rows} do not fit the context of {self.context}")
         self._cache.rewind(state.slot, start)
-        if rows == 0:
-            return torch.empty(0, self.part.shape.width, dtype=self.part.dtype, device=self.part.device)
-        view = self._cache.view([state.slot], rows)
-        hidden = self.part(inputs[None], view)[0]
-        self._cache.advance([state.slot], rows)
-        return hidden
 
     def _tokens_in(self, tokens: Sequence[int]) -> torch.Tensor:
         self._check_tokens(tokens)

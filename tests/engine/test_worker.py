@@ -5,71 +5,17 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
 
 import pytest
 
 from peerllm.engine import versions, worker
 from peerllm.protocol import limits
 from peerllm.protocol.errors import EngineError
-from peerllm.protocol.pipe import FrameReader, encode_frame
-
-
-class Worker:
-    """A worker process and the daemon's end of its pipe."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.socket, theirs = socket.socketpair()
-        self.socket.settimeout(60)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "peerllm.engine.worker", "--fd", str(theirs.fileno()), *arguments],
-            pass_fds=[theirs.fileno()],
-        )
-        theirs.close()
-        self._reader = FrameReader()
-        self._frames: deque = deque()
-        self._number = 0
-        self.events: list[tuple[float, dict]] = []
-
-    def ask(self, op, payload=b"", **fields) -> int:
-        self._number += 1
-        for buffer in encode_frame({"op": op, "id": self._number, **fields}, payload):
-            self.socket.sendall(buffer)
-        return self._number
-
-    def frame(self):
-        while not self._frames:
-            data = self.socket.recv(1 << 16)
-            if not data:
-                raise EOFError
-            self._frames.extend(self._reader.feed(data))
-        return self._frames.popleft()
-
-    def answer(self, number):
-        while True:
-            header, payload = self.frame()
-            if "event" in header:
-                self.events.append((time.monotonic(), header))
-                continue
-            assert header["id"] == number
-            return header, payload
-
-    def call(self, op, payload=b"", **fields):
-        header, out = self.answer(self.ask(op, payload, **fields))
-        assert "error" not in header, header
-        return header["ok"], out
-
-    def stop(self):
-        self.socket.close()
-        try:
-            return self.process.wait(10)
-        finally:
-            self.process.kill()
+from tests.engine.worker_end import Worker
 
 
 @pytest.fixture
@@ -85,21 +31,16 @@ def start():
         each.stop()
 
 
-def _load(process, folder, layers=(0, 2), **options):
-    fields = {"dtype": "float32", "devices": ["cpu"], "codec": "exact", "context": 256, "draft": "ngram", **options}
-    return process.call("load", folder=str(folder), layers=list(layers), **fields)[0]
-
-
 def test_a_round_through_two_workers_is_the_models_own(tiny, start):
     from tests import tiny_models
 
     model = tiny("llama")
     first, last = start(), start()
-    ready = _load(first, model.folder)
+    ready = first.load(model.folder)
     assert (ready["context"], ready["vocabulary"], ready["width"], ready["has_chat_template"]) == (256, 304, 64, True)
     assert ready["eos_token_ids"] == [1] and ready["bos_token_id"] == 0
     assert ready["bytes"]["weights"] > 0 and ready["seconds"]["weights"] >= 0
-    _load(last, model.folder, (2, 4))
+    last.load(model.folder, (2, 4))
     assert any(event["event"] == "progress" and event["fraction"] == 1.0 for _, event in last.events)
     tokens = first.call("tokenize", prompt=tiny_models.PROMPTS[0])[0]["tokens"]
     assert tokens == model.prompts[0]
@@ -139,7 +80,7 @@ def test_an_error_is_an_answer_and_the_worker_lives_on(tiny, start):
         header, _ = process.answer(process.ask(op, **fields))
         assert set(header["error"]) == {"code", "message", "param"}
         assert code is None or header["error"]["code"] == code
-    _load(process, tiny("llama").folder)
+    process.load(tiny("llama").folder)
     header, _ = process.answer(process.ask("load", folder=str(tiny("llama").folder), layers=[0, 9], dtype="float32",
                                            codec="exact"))  # fmt: skip
     assert header["error"]["code"] == "layers_mismatch"
@@ -150,7 +91,7 @@ def test_it_beats_from_before_torch_is_imported_and_while_it_computes(tiny, star
     begun = time.monotonic()
     header, _ = process.frame()
     assert header == {"event": "beat"} and time.monotonic() - begun < 2.0
-    _load(process, tiny("llama").folder, context=512, layers=(0, 4))
+    process.load(tiny("llama").folder, context=512, layers=(0, 4))
     process.call("open", session=1, sampling={})
     process.events.clear()
     until = time.monotonic() + 2.2
@@ -163,7 +104,7 @@ def test_it_beats_from_before_torch_is_imported_and_while_it_computes(tiny, star
 
 def test_the_pipes_end_ends_it_at_once_in_mid_compute(tiny, start):
     process = start()
-    _load(process, tiny("llama").folder, context=512, layers=(0, 4))
+    process.load(tiny("llama").folder, context=512, layers=(0, 4))
     process.call("open", session=1, sampling={})
     for _ in range(300):
         process.ask("prefill", session=1, start=0, tokens=[7] * 500)
@@ -183,7 +124,7 @@ def test_ctrl_c_is_left_to_the_daemon(start):
 def test_a_daemon_that_sends_faster_than_the_worker_computes_is_held_back(tiny, start):
     """Two MiB wait in the worker, and what the kernel's buffers hold; the rest stays with the sender."""
     process = start()
-    _load(process, tiny("llama").folder, layers=(2, 4), context=512)
+    process.load(tiny("llama").folder, layers=(2, 4), context=512)
     process.call("open", session=1, sampling={})
     os.kill(process.process.pid, signal.SIGSTOP)
     os.kill(process.process.pid, signal.SIGCONT)

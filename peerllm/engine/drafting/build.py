@@ -7,8 +7,10 @@ from pathlib import Path
 import torch
 
 from peerllm.engine.drafting.base import Drafter, NoDrafter
+from peerllm.engine.drafting.graph import GraphDrafter
 from peerllm.engine.drafting.model import ModelDrafter
 from peerllm.engine.drafting.ngram import NgramDrafter
+from peerllm.engine.running import make_static
 from peerllm.engine.slice import ModelSlice, read_config
 from peerllm.engine.weights import Progress, load_weights
 from peerllm.models.tokenizer import Tokenizer
@@ -26,9 +28,13 @@ def build_drafter(
     context: int,
     dtype: torch.dtype,
     device: torch.device | str,
+    path: str = "auto",
     progress: Progress,
 ) -> Drafter:
     """The drafter that `spec` names, for the target model in the folder `target`.
+
+    Args:
+        path: one of `running.PATHS`.
 
     Raises:
         BadRequest: `spec` is none of the three forms.
@@ -39,17 +45,19 @@ def build_drafter(
         return NoDrafter()
     if spec == "ngram":
         return NgramDrafter()
-    kind, _, path = spec.partition(":")
-    if kind != "model" or not path:
+    kind, _, folder = spec.partition(":")
+    if kind != "model" or not folder:
         raise BadRequest(f"a draft is none, ngram or model:PATH; got {spec[:64]!r}", param="draft")
-    check_same_tokenizer(target, path)
-    config = read_config(path)
+    check_same_tokenizer(target, folder)
+    config = read_config(folder)
     part = ModelSlice(config, LayerRange(0, config.num_hidden_layers))
-    load_weights(part, path, dtype, device, progress, "reading the draft model")
+    load_weights(part, folder, dtype, device, progress, "reading the draft model")
     # The last block may reach the context's end; a draft that ends earlier than the target would stop helping there.
     capacity = context + limits.MAX_CANDIDATES + 1
     part.prepare(capacity)
-    return ModelDrafter(part, part.make_cache(slots=slots, capacity=capacity), vocabulary)
+    cache = part.make_cache(slots=slots, capacity=capacity)
+    static = make_static(part, cache, path, max_rows=limits.PREFILL_CHUNK_ROWS)
+    return ModelDrafter(part, cache, vocabulary) if static is None else GraphDrafter(static, vocabulary)
 
 
 def check_same_tokenizer(target: Path | str, draft: Path | str) -> None:

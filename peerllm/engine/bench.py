@@ -1,0 +1,321 @@
+"""How fast the engine's steps are, against what memory allows: `python3 -m peerllm.engine.bench`.
+
+Random weights of a named shape. The limit of a step is its bytes (weights, and the keys and values of the context) over
+the copy bandwidth that is measured in the same run. Needs torch and transformers alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peerllm.engine import fused
+from peerllm.engine.codec import DTYPES
+from peerllm.engine.drafting.graph import GraphDrafter
+from peerllm.engine.drafting.model import ModelDrafter
+from peerllm.engine.runner import BUCKETS, EagerRunner, GraphRunner
+from peerllm.engine.running import make_static
+from peerllm.engine.shapes import NAMES, named_config, random_slice
+from peerllm.engine.slice import ModelSlice
+from peerllm.protocol import limits
+from peerllm.protocol.identity import LayerRange
+from peerllm.protocol.requests import Sampling
+
+_PATHS = ("eager", "graph", "fused")
+_PREFILL_TOKENS = 2048
+_PREFILL_CHUNK = 512
+
+
+class Timer:
+    """Medians of repeated work; on a GPU the device is idle before and after."""
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self._device = device
+        self._repeats = repeats
+
+    def milliseconds(self, work: Callable[[], Any], *, warmups: int = 3) -> float:
+        for _ in range(warmups):
+            work()
+        times = []
+        for _ in range(self._repeats):
+            self.synchronise()
+            start = time.perf_counter()
+            work()
+            self.synchronise()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times) * 1e3
+
+    def device_milliseconds(self, work: Callable[[], Any], *, inner: int = 10) -> float:
+        """Of one `work`, by the device's own clock over `inner` in a row: launches of one hide behind another."""
+        if self._device.type != "cuda":
+            return self.milliseconds(work)
+        for _ in range(3):
+            work()
+        times = []
+        for _ in range(self._repeats):
+            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            first.record()
+            for _ in range(inner):
+                work()
+            last.record()
+            last.synchronize()
+            times.append(first.elapsed_time(last) / inner)
+        return statistics.median(times)
+
+    def synchronise(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def copy_bandwidth(device: torch.device, timer: Timer) -> float:
+    """Bytes a second of a device-to-device copy, read and written bytes both counted."""
+    size = (4 << 30) if device.type == "cuda" else (64 << 20)
+    source = torch.empty(size, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    seconds = timer.device_milliseconds(lambda: target.copy_(source), inner=3) / 1e3
+    return 2 * size / seconds
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype, timer: Timer) -> float:
+    """Floating-point operations a second of a large product of random matrices."""
+    size = 8192 if device.type == "cuda" else 512
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / (timer.device_milliseconds(lambda: torch.mm(a, b), inner=5) / 1e3)
+
+
+def step_bytes(part: ModelSlice, context: int, *, with_embedding: bool = False) -> int:
+    """What one block has to read: every weight once (of an embedding, only rows) and the context's keys and values."""
+    weights = part.byte_count
+    if part.embed is not None and not with_embedding and not (part.head is not None and part.shape.is_tied):
+        weights -= part.embed.weight.numel() * part.embed.weight.element_size()
+    element = torch.tensor([], dtype=part.dtype).element_size()
+    return weights + 2 * len(part.range) * part.shape.kv_heads * part.shape.head_dim * context * element
+
+
+class Bench:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.device = torch.device(options.device)
+        self.dtype = DTYPES[options.dtype]
+        self.context = options.context
+        self.timer = Timer(self.device, options.repeats)
+        self.paths = [each for each in _PATHS if each in options.paths and self._works(each)]
+        self.rows: list[dict[str, Any]] = []
+        self.bandwidth = copy_bandwidth(self.device, self.timer)
+        self.rate = matrix_rate(self.device, self.dtype, self.timer)
+        self.capture_seconds: dict[str, float] = {}
+
+    def _works(self, path: str) -> bool:
+        return path == "eager" or (self.device.type == "cuda" and (path == "graph" or fused.is_available(self.device)))
+
+    def add(self, step: str, bytes_moved: int, times: dict[str, float], limit_ms: float | None = None) -> None:
+        limit = bytes_moved / self.bandwidth * 1e3 if limit_ms is None else limit_ms
+        best = min(times.values())
+        self.rows.append({"step": step, **times, "limit": limit, "ratio": best / limit})
+
+    def draft(self, shape: str) -> None:
+        config = named_config(shape)
+        times = {}
+        for path in self.paths:
+            part = random_slice(config, LayerRange(0, config.num_hidden_layers), dtype=self.dtype, device=self.device)
+            part.prepare(self.context + limits.MAX_CANDIDATES + 1)
+            cache = part.make_cache(slots=1, capacity=self.context + limits.MAX_CANDIDATES + 1)
+            start = time.perf_counter()
+            static = make_static(part, cache, path, max_rows=limits.PREFILL_CHUNK_ROWS)
+            drafter: Any
+            if static is None:
+                drafter = ModelDrafter(part, cache, config.vocab_size)
+            else:
+                drafter = GraphDrafter(static, config.vocab_size)
+            self.timer.synchronise()
+            self.capture_seconds[f"draft {path}"] = time.perf_counter() - start
+            tokens = [(7 * index) % config.vocab_size for index in range(self.context - 64)]
+            drafter.propose(0, tokens, 1, 0.0, Sampling())
+            if static is not None:
+                step = drafter._steps[0]
+
+                def once(step: Any = step, cache: Any = cache, drafter: Any = drafter) -> None:
+                    step.replay()
+
+                cache.positions.fill_(self.context - 64)
+                drafter._step.zero_()
+                # The step moves its position: a few at a time stay within the cache.
+                times[path] = self._draft_steps(step, cache, drafter)
+            else:
+                times[path] = self.timer.milliseconds(lambda d=drafter: d.propose(0, tokens, 1, 0.0, Sampling()))
+            for length in (8,):
+                ms = self.timer.milliseconds(
+                    lambda d=drafter, n=length: d.propose(0, tokens, n, 0.0, Sampling()), warmups=1
+                )
+                self.capture_seconds[f"draft block of {length}, {path}, ms"] = ms
+            del drafter, static, cache, part
+        self.add(f"{shape} draft, one token", step_bytes_of(config, self.dtype, self.context), times)
+
+    def _draft_steps(self, step: Any, cache: Any, drafter: Any) -> float:
+        times = []
+        for _ in range(self.timer._repeats):
+            cache.positions.fill_(self.context - 64)
+            drafter._step.zero_()
+            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            first.record()
+            for _ in range(16):
+                step.replay()
+            last.record()
+            last.synchronize()
+            times.append(first.elapsed_time(last) / 16)
+        return statistics.median(times)
+
+    def target(self, shape: str, layers: LayerRange, lengths: tuple[int, ...], name: str) -> None:
+        config = named_config(shape)
+        times: dict[int, dict[str, float]] = {rows: {} for rows in lengths}
+        moved = 0
+        for path in self.paths:
+            part = random_slice(config, layers, dtype=self.dtype, device=self.device)
+            capacity = self.context + limits.MAX_CANDIDATES + 1
+            part.prepare(capacity)
+            cache = part.make_cache(slots=1, capacity=capacity)
+            moved = step_bytes(part, self.context)
+            static = make_static(part, cache, path, max_rows=max(*BUCKETS, 128))
+            start = time.perf_counter()
+            runner: Any = EagerRunner(part, cache) if static is None else GraphRunner(static)
+            self.timer.synchronise()
+            self.capture_seconds[f"{name} {path}"] = time.perf_counter() - start
+            cache.lengths[0] = self.context - 64
+            cache.positions.fill_(self.context - 64)
+            for rows in lengths:
+                inputs = self._inputs(part, rows)
+                if part.is_last:
+                    candidates = [0] * (rows - 1)
+                    times[rows][path] = self.timer.milliseconds(
+                        lambda r=runner, i=inputs, c=candidates: r.verify(0, i, c, 0, Sampling())
+                    )
+                else:
+                    times[rows][path] = self.timer.device_milliseconds(lambda r=runner, i=inputs: r.forward(0, i))
+            del runner, static, cache, part
+        for rows in lengths:
+            self.add(f"{name}, {rows} tokens", moved, times[rows])
+
+    def prefill(self, shape: str, layers: LayerRange) -> None:
+        config = named_config(shape)
+        part = random_slice(config, layers, dtype=self.dtype, device=self.device)
+        tokens = min(_PREFILL_TOKENS, self.context * 2)
+        part.prepare(tokens + limits.MAX_CANDIDATES + 1)
+        cache = part.make_cache(slots=1, capacity=tokens + limits.MAX_CANDIDATES + 1)
+        path = self.paths[-1]
+        static = make_static(part, cache, path, max_rows=_PREFILL_CHUNK)
+        runner: Any
+        if static is None:
+            runner = EagerRunner(part, cache)
+        else:
+            runner = GraphRunner(static, buckets=(1,), prefill_buckets=(_PREFILL_CHUNK,))
+        inputs = self._inputs(part, tokens)
+
+        def work() -> None:
+            for start in range(0, tokens, _PREFILL_CHUNK):
+                cache.lengths[0] = start
+                cache.positions.fill_(start)
+                runner.forward(0, inputs[start : start + _PREFILL_CHUNK])
+
+        weights = part.byte_count / torch.tensor([], dtype=self.dtype).element_size()
+        # Scores and sums of a causal half: 2 products of width heads * dim for each pair.
+        pairs = tokens * tokens / 2 * 4 * part.shape.heads * part.shape.head_dim * len(part.range)
+        operations = 2 * weights * tokens + pairs
+        ms = self.timer.device_milliseconds(work, inner=1)
+        self.add(f"prefill {tokens} tokens", 0, {path: ms}, limit_ms=operations / self.rate * 1e3)
+
+    def _inputs(self, part: ModelSlice, rows: int) -> torch.Tensor:
+        if part.is_first:
+            return torch.arange(rows, device=self.device) * 7 % part.shape.vocabulary
+        return torch.randn(rows, part.shape.width, device=self.device).to(self.dtype)
+
+
+def step_bytes_of(config: Any, dtype: torch.dtype, context: int) -> int:
+    """`step_bytes` of a whole model, without building it."""
+    element = torch.tensor([], dtype=dtype).element_size()
+    part = ModelSlice(config, LayerRange(0, config.num_hidden_layers))
+    count = sum(each.numel() for each in part.parameters())
+    if not part.shape.is_tied:
+        count -= part.shape.vocabulary * part.shape.width
+    keys = 2 * part.shape.layers * part.shape.kv_heads * part.shape.head_dim * context
+    return (count + keys) * element
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'step':38s}" + "".join(f"{name:>9s}" for name in (*_PATHS, "limit", "ratio"))]
+    for row in rows:
+        cells = "".join(f"{row[name]:9.3f}" if name in row else f"{'—':>9s}" for name in (*_PATHS, "limit"))
+        lines.append(f"{row['step']:38s}{cells}{row['ratio']:9.2f}")
+    return "\n".join(lines)
+
+
+def profile(path: Path, bench: Bench, shape: str) -> list[tuple[str, float]]:
+    """Writes a trace of draft steps for chrome://tracing and Perfetto; gives the ten largest kernels and their µs."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if bench.device.type == "cuda" else [])
+    bench.paths = bench.paths[-1:]
+    with torch_profile(activities=kinds) as found:
+        bench.draft(shape)
+    found.export_chrome_trace(str(path))
+    events = found.key_averages()
+    field = "self_device_time_total" if bench.device.type == "cuda" else "self_cpu_time_total"
+    ordered = sorted(events, key=lambda each: -getattr(each, field))[:10]
+    return [(each.key, getattr(each, field) / max(1, each.count)) for each in ordered]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python3 -m peerllm.engine.bench", description=__doc__.splitlines()[0])
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default)
+    parser.add_argument("--dtype", default="float16" if default == "cuda" else "float32", choices=tuple(DTYPES))
+    parser.add_argument("--shape", default="qwen2.5-7b" if default == "cuda" else "qwen2.5-tiny", choices=NAMES)
+    parser.add_argument("--draft-shape", default="qwen2.5-0.5b" if default == "cuda" else "qwen2.5-tiny", choices=NAMES)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--paths", nargs="+", default=list(_PATHS), choices=_PATHS)
+    parser.add_argument("--json", action="store_true", help="figures instead of the table")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="write a trace of draft steps")
+    options = parser.parse_args(arguments)
+    with torch.inference_mode():
+        bench = Bench(options)
+        count = named_config(options.shape).num_hidden_layers
+        half = count // 2
+        bench.draft(options.draft_shape)
+        bench.target(options.shape, LayerRange(half // 2, half // 2 + half), (1, 9, 65), f"half {options.shape}")
+        bench.target(options.shape, LayerRange(half, count), (1, 9, 65), "last half, with verdict")
+        bench.prefill(options.shape, LayerRange(half // 2, half // 2 + half))
+    device = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else "CPU"
+    facts = {
+        "device": device,
+        "torch": torch.__version__,
+        "dtype": options.dtype,
+        "context": options.context,
+        "copy_gb_s": bench.bandwidth / 1e9,
+        "matrix_tflop_s": bench.rate / 1e12,
+    }
+    if options.json:
+        print(json.dumps({**facts, "rows": bench.rows, "seconds": bench.capture_seconds}))
+    else:
+        print(
+            "  ".join(
+                f"{name} {value:.0f}" if isinstance(value, float) else f"{value}" for name, value in facts.items()
+            )
+        )
+        print(table(bench.rows))
+        for name, seconds in bench.capture_seconds.items():
+            print(f"  {name}: {seconds:.2f}")
+    if options.profile is not None:
+        with torch.inference_mode():
+            for name, us in profile(options.profile, bench, options.draft_shape):
+                print(f"{us:10.1f} us  {name[:100]}")
+
+
+if __name__ == "__main__":
+    main()

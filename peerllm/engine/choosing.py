@@ -1,0 +1,111 @@
+"""Choosing tokens on the device without a look at the host, in plain torch: for graphs where Triton is not.
+
+The same scores as `sampling.scores_of` gives; seeds and temperatures are read from the device, so that one captured
+graph serves every request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from peerllm.engine import noise
+from peerllm.protocol.requests import Sampling
+
+
+@dataclass(slots=True)
+class SamplingState:
+    """Each slot's sampling, on the device. `positions` is the cache's own vector."""
+
+    positions: torch.Tensor
+    seeds: torch.Tensor
+    temperatures: torch.Tensor
+
+    @classmethod
+    def make(cls, positions: torch.Tensor) -> SamplingState:
+        slots, device = len(positions), positions.device
+        return cls(
+            positions,
+            torch.zeros(slots, 2, dtype=torch.int64, device=device),
+            torch.zeros(slots, dtype=torch.float32, device=device),
+        )
+
+    def put(self, slot: int, sampling: Sampling) -> None:
+        self.seeds[slot] = torch.tensor(noise.seed_key(sampling.seed), device=self.seeds.device)
+        self.temperatures[slot] = sampling.temperature
+
+
+class Chooser:
+    """Chooses from `[rows, columns]` logits, of whose columns `vocabulary` count."""
+
+    def __init__(self, *, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
+
+    def _scores(self, logits: torch.Tensor, slots: torch.Tensor, state: SamplingState) -> torch.Tensor:
+        logits = logits[:, : self._vocabulary].to(torch.float32)
+        slot = slots[0]
+        temperature = state.temperatures[slot]
+        rows = torch.arange(len(logits), device=logits.device)
+        positions = state.positions[slot] + 1 + rows
+        block = torch.arange(-(-self._vocabulary // 4), device=logits.device)
+        zero = torch.zeros((), dtype=torch.int64, device=logits.device)
+        key = state.seeds[slot]
+        words = noise.philox_4x32((block[None, :], positions[:, None], zero, zero), (key[0], key[1]))
+        perturbed = logits / temperature - noise.log_exponential(words.reshape(len(logits), -1)[:, : self._vocabulary])
+        return torch.where(temperature > 0, perturbed, logits)
+
+    def judge(
+        self,
+        logits: torch.Tensor,
+        rows: int,
+        slots: torch.Tensor,
+        state: SamplingState,
+        candidates: torch.Tensor,
+        count: torch.Tensor,
+        verdict: torch.Tensor,
+    ) -> None:
+        """Writes (accepted, next token, logits that are not finite) to `verdict` (int32 `[3]`).
+
+        Args:
+            candidates: int32, `rows - 1` or more.
+            count: int32 `[1]`, candidates in this block; rows beyond `count + 1` are padding.
+        """
+        choices = self._scores(logits[:rows], slots, state).argmax(dim=-1).to(torch.int32)
+        index = torch.arange(rows, device=logits.device)
+        agrees = torch.zeros(rows, dtype=torch.bool, device=logits.device)
+        agrees[: rows - 1] = choices[: rows - 1] == candidates[: rows - 1]
+        agrees &= index < count
+        accepted = torch.cumprod(agrees.to(torch.int32), dim=0).sum()
+        is_bad = ~torch.isfinite(logits[:rows, : self._vocabulary]).all(dim=-1) & (index <= count)
+        verdict[0] = accepted
+        verdict[1] = choices.gather(0, accepted[None])[0]
+        verdict[2] = is_bad.sum()
+
+    def advance(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        state: SamplingState,
+        token: torch.Tensor,
+        step: torch.Tensor,
+        candidates: torch.Tensor,
+        probabilities: torch.Tensor,
+    ) -> None:
+        """The draft's choice from one row becomes the next step's input; the slot's position moves on.
+
+        Args:
+            token: int64 `[1]`, the input.
+            step: int32 `[1]`, the place in `candidates` (int32) and `probabilities` (float32; NaN where logits are
+                not finite).
+        """
+        choice = self._scores(logits[:1], slots, state).argmax(dim=-1)
+        temperature = state.temperatures[slots[0]]
+        shaped = logits[:1, : self._vocabulary].to(torch.float32) / torch.where(temperature > 0, temperature, 1.0)
+        probability = torch.softmax(shaped, dim=-1).gather(1, choice[:, None])[:, 0]
+        place = step.to(torch.int64)
+        candidates.index_copy_(0, place, choice.to(torch.int32))
+        probabilities.index_copy_(0, place, probability)
+        token.copy_(choice)
+        step.add_(1)
+        state.positions.index_add_(0, slots[:1].to(torch.int64), torch.ones_like(state.positions[:1]))

@@ -1,0 +1,47 @@
+"""The fused path for the block that Llama, Qwen2, Qwen2.5, Qwen3 and Mistral share: Triton kernels, five a layer.
+
+    matmul      products with the norm before them and the residual, bias or SwiGLU after them
+    attention   rotary embedding, cache write and split-KV attention over grouped heads, in one kernel
+    choice      noise, argmax, the verdict, the draft's next step
+    rows        embedding, norm and SwiGLU for blocks that are too wide for `matmul`
+    layers      a slice's layers by these kernels, on static buffers
+
+transformers' modules stay the reference in tests. Where `is_available` says no, graphs of the modules do the work.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from peerllm.engine.slice import ModelSlice
+
+_LOWEST_CAPABILITY = (8, 0)
+_DEPENDENT_CAPABILITY = (9, 0)
+_HEAD_DIMS = (32, 64, 128)
+
+
+def is_available(device: torch.device | str) -> bool:
+    """Whether the fused kernels run on `device`: Triton is installed and the GPU is of sm_80 or later."""
+    device = torch.device(device)
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= _LOWEST_CAPABILITY
+
+
+def has_dependent_launch(device: torch.device | str) -> bool:
+    """Whether a kernel may come up while the one before it finishes (sm_90 and later)."""
+    device = torch.device(device)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _DEPENDENT_CAPABILITY
+
+
+def supports(part: ModelSlice) -> bool:
+    """Whether the slice's block is the one that the kernels compute."""
+    mlp = part.layers[0].mlp
+    return (
+        mlp.gate_proj.bias is None
+        and mlp.down_proj.bias is None
+        and part.config.hidden_act == "silu"
+        and part.shape.head_dim in _HEAD_DIMS
+    )

@@ -1,0 +1,23 @@
+"""Programmatic dependent launch (sm_90): a kernel's blocks come up while the one before it finishes.
+
+Every kernel of a chain waits before it touches what another wrote, also where it then has nothing to do; so the order
+of effects is that of the launches.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def wait_for_inputs(is_dependent: tl.constexpr):
+    if is_dependent:
+        gdc_wait()
+
+
+@triton.jit
+def dependents_may_start(is_dependent: tl.constexpr):
+    if is_dependent:
+        gdc_launch_dependents()

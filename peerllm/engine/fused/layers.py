@@ -1,0 +1,317 @@
+"""A slice's layers by the fused kernels, on static buffers: what graphs capture.
+
+Blocks of up to `NARROW` rows: five kernels a layer. Wider blocks, and prefill: the library's matrix products with
+fused row-wise kernels between them. The joined weights are the modules' own memory: after `FusedSlice` is built the
+modules' parameters are views into them, and still compute the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from peerllm.engine.cache import KvCache
+from peerllm.engine.fused import attention, matmul, rows
+from peerllm.engine.slice import ModelSlice
+
+NARROW = 16
+"""Rows of a tile of the matrix units: up to so many cost the same."""
+WIDE_SPLIT = 65
+"""Rows up to which attention splits the cache; what a split leaves behind grows with the rows."""
+_TILE = 16
+_MOST_PARTIAL_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How one product is cut up: columns and depth of a tile, warps, loads in flight."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+TILINGS: dict[tuple[int, int, bool], Tiling] = {}
+"""(columns, depth, whether gated) to what was measured best on an H200; others get `default_tiling`."""
+
+
+def default_tiling(columns: int, depth: int, *, is_gated: bool) -> Tiling:
+    """Small matrices need many programs to have enough loads in flight, large ones need large tiles."""
+    if is_gated:
+        return Tiling(32, 128, 4, 4) if columns * depth > 1 << 25 else Tiling(16, 128, 4, 4)
+    if columns * depth > 1 << 27:
+        return Tiling(64, 128, 4, 4)
+    return Tiling(16, 256 if depth % 256 == 0 else 128, 4, 4)
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()
+
+
+@dataclass(slots=True)
+class _Joined:
+    """One layer's weights as the kernels take them."""
+
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    output: torch.Tensor
+    output_bias: torch.Tensor | None
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    first_norm: torch.Tensor
+    second_norm: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+
+
+def _join(layer: nn.Module) -> _Joined:
+    attention_module, mlp = layer.self_attn, layer.mlp
+    qkv = _joined_parameter([attention_module.q_proj, attention_module.k_proj, attention_module.v_proj], "weight")
+    bias = None
+    if attention_module.q_proj.bias is not None:
+        bias = _joined_parameter([attention_module.q_proj, attention_module.k_proj, attention_module.v_proj], "bias")
+    has_qk_norm = hasattr(attention_module, "q_norm")
+    return _Joined(
+        qkv=qkv,
+        qkv_bias=bias,
+        output=attention_module.o_proj.weight.data,
+        output_bias=None if attention_module.o_proj.bias is None else attention_module.o_proj.bias.data,
+        gate_up=_joined_parameter([mlp.gate_proj, mlp.up_proj], "weight"),
+        down=mlp.down_proj.weight.data,
+        first_norm=layer.input_layernorm.weight.data,
+        second_norm=layer.post_attention_layernorm.weight.data,
+        q_norm=attention_module.q_norm.weight.data if has_qk_norm else None,
+        k_norm=attention_module.k_norm.weight.data if has_qk_norm else None,
+    )
+
+
+def _joined_parameter(modules: list[nn.Module], name: str) -> torch.Tensor:
+    """One tensor of the modules' parameters, which become views of it: nothing is held twice."""
+    joined = torch.cat([getattr(module, name).data for module in modules])
+    start = 0
+    for module in modules:
+        size = getattr(module, name).shape[0]
+        setattr(module, name, nn.Parameter(joined[start : start + size], requires_grad=False))
+        start += size
+    return joined
+
+
+class FusedSlice:
+    """`part`'s layers over `cache`, for blocks of at most `max_rows` rows in all.
+
+    Args:
+        max_batch: sequences in one forward.
+        max_rows: rows of all sequences of one forward together.
+        is_dependent: programmatic dependent launch, on sm_90 and later.
+    """
+
+    is_bound_to_slot = False
+
+    def __init__(
+        self, part: ModelSlice, cache: KvCache, *, max_rows: int, max_batch: int = 1, is_dependent: bool = False
+    ) -> None:
+        self.part = part
+        self.cache = cache
+        self.is_dependent = is_dependent
+        shape = part.shape
+        self._layers = [_join(layer) for layer in part.layers]
+        self._eps = float(part.config.rms_norm_eps)
+        dtype, device = part.dtype, part.device
+        self._is_fp32 = dtype == torch.float32
+        self._qkv_width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        self._sums_stride = _power_of_two(max(16, -(-shape.width // 16)))
+
+        def buffer(*size: int, of: torch.dtype = dtype) -> torch.Tensor:
+            return torch.zeros(size, dtype=of, device=device)
+
+        self.hidden = buffer(max_rows, shape.width)
+        self.slots = buffer(max_batch, of=torch.int32)
+        self.tokens = buffer(max_rows, of=torch.int64)
+        self._source = buffer(max_rows, shape.width) if not part.is_first else None
+        self._qkv = buffer(max_rows, self._qkv_width)
+        self._attended = buffer(max_rows, shape.heads * shape.head_dim)
+        self._inner = buffer(max_rows, shape.intermediate)
+        self._normed = buffer(max_rows, shape.width)
+        self._delta = buffer(max_rows, shape.width)
+        self._gate_up = buffer(max_rows, 2 * shape.intermediate)
+        self._sums = [buffer(NARROW, self._sums_stride, of=torch.float32) for _ in range(2)]
+        self._sum_count = 1
+        self._split = min(128, max(64, _power_of_two(-(-cache.capacity // 32))))
+        self._splits = -(-cache.capacity // self._split)
+        group = shape.heads // shape.kv_heads
+        each = shape.kv_heads * self._splits * _TILE * (shape.head_dim + 2) * 4
+        self._split_rows = NARROW
+        if max_rows >= WIDE_SPLIT and max_batch * -(-WIDE_SPLIT * group // _TILE) * each <= _MOST_PARTIAL_BYTES:
+            self._split_rows = WIDE_SPLIT
+        self._tiles = -(-min(self._split_rows, max_rows) * group // _TILE)
+        parts = max_batch * shape.kv_heads * self._tiles * self._splits * _TILE
+        self._partial = buffer(parts, shape.head_dim, of=torch.float32)
+        self._partial_max = buffer(parts, of=torch.float32)
+        self._partial_sum = buffer(parts, of=torch.float32)
+        self._arrived = buffer(max_batch * shape.kv_heads * self._tiles, of=torch.int32)
+
+    @property
+    def source(self) -> torch.Tensor:
+        """Where a middle or last slice's hidden states `[max_rows, width]` are put before `forward`."""
+        if self._source is None:
+            raise RuntimeError("a first slice takes tokens")
+        return self._source
+
+    def forward(self, rows_each: int, batch: int = 1) -> torch.Tensor:
+        """Hidden states `[batch * rows_each, width]` (a static buffer) of what stands in `tokens` or `source`, at the
+        positions of `slots`. Positions are not advanced."""
+        count = rows_each * batch
+        is_narrow = count <= NARROW
+        self._take_in(count)
+        for index, layer in enumerate(self._layers):
+            if is_narrow:
+                self._narrow_layer(index, layer, rows_each, batch)
+            else:
+                is_last = index == len(self._layers) - 1
+                following = None if is_last else self._layers[index + 1].first_norm
+                self._wide_layer(index, layer, following, rows_each, batch)
+        return self.hidden[:count]
+
+    def logits(self, count: int, out: torch.Tensor) -> torch.Tensor:
+        """Norm and head over the rows that `forward` left; into `out` `[>= count, vocabulary]`."""
+        norm, head = self.part.norm, self.part.head
+        if norm is None or head is None:
+            raise RuntimeError("only the last slice has a head")
+        if count <= NARROW:
+            self._matmul(self.hidden, head.weight, out, count, norm=norm.weight, sums_in=0)
+        else:
+            self._add_and_norm(count, None, norm.weight)
+            torch.mm(self._normed[:count], head.weight.t(), out=out[:count])
+        return out[:count]
+
+    # --- Pieces -----------------------------------------------------------------------------------------------------
+
+    def _take_in(self, count: int) -> None:
+        width = self.part.shape.width
+        source = self._source if self.part.embed is None else self.part.embed.weight
+        # Wide blocks use no sums; all their rows' land in row 0 of nothing that is read.
+        sums = self._sums[0] if count <= NARROW else self._delta.view(torch.float32)
+        stride = self._sums_stride if count <= NARROW else 1
+        rows.take_in[(count,)](
+            source, self.tokens, self.hidden, sums,
+            WIDTH=width, PADDED=_power_of_two(width), SUMS_STRIDE=stride,
+            IS_EMBEDDING=self.part.embed is not None, IS_DEPENDENT=self.is_dependent,
+            launch_pdl=self.is_dependent,
+        )  # fmt: skip
+        self._sum_count = 1
+
+    def _narrow_layer(self, index: int, layer: _Joined, rows_each: int, batch: int) -> None:
+        count = rows_each * batch
+        self._matmul(self.hidden, layer.qkv, self._qkv, count, bias=layer.qkv_bias, norm=layer.first_norm, sums_in=0)
+        self._attention(index, layer, rows_each, batch)
+        self._matmul(self._attended, layer.output, self.hidden, count, bias=layer.output_bias, sums_out=1)
+        self._matmul(self.hidden, layer.gate_up, self._inner, count, norm=layer.second_norm, sums_in=1, is_gated=True)
+        self._matmul(self._inner, layer.down, self.hidden, count, sums_out=0)
+
+    def _wide_layer(
+        self, index: int, layer: _Joined, following: torch.Tensor | None, rows_each: int, batch: int
+    ) -> None:
+        count = rows_each * batch
+        if index == 0:
+            self._add_and_norm(count, None, layer.first_norm)
+        normed, delta, inner = self._normed[:count], self._delta[:count], self._inner[:count]
+        qkv = self._qkv[:count]
+        if layer.qkv_bias is None:
+            torch.mm(normed, layer.qkv.t(), out=qkv)
+        else:
+            torch.addmm(layer.qkv_bias, normed, layer.qkv.t(), out=qkv)
+        if rows_each <= self._split_rows:
+            self._attention(index, layer, rows_each, batch)
+        else:
+            self._wide_attention(index, layer, rows_each, batch)
+        if layer.output_bias is None:
+            torch.mm(self._attended[:count], layer.output.t(), out=delta)
+        else:
+            torch.addmm(layer.output_bias, self._attended[:count], layer.output.t(), out=delta)
+        self._add_and_norm(count, delta, layer.second_norm)
+        torch.mm(normed, layer.gate_up.t(), out=self._gate_up[:count])
+        width = self.part.shape.intermediate
+        rows.swiglu[(count, -(-width // 1024))](
+            self._gate_up, inner, INNER=width, BLOCK=1024, IS_DEPENDENT=self.is_dependent,
+            launch_pdl=self.is_dependent,
+        )  # fmt: skip
+        torch.mm(inner, layer.down.t(), out=delta)
+        self._add_and_norm(count, delta, following)
+
+    def _add_and_norm(self, count: int, delta: torch.Tensor | None, norm: torch.Tensor | None) -> None:
+        width = self.part.shape.width
+        rows.add_and_norm[(count,)](
+            self.hidden, delta, norm, self._normed, self._eps,
+            WIDTH=width, PADDED=_power_of_two(width), HAS_DELTA=delta is not None, HAS_NORM=norm is not None,
+            IS_DEPENDENT=self.is_dependent, launch_pdl=self.is_dependent,
+        )  # fmt: skip
+
+    def _matmul(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        count: int,
+        *,
+        bias: torch.Tensor | None = None,
+        norm: torch.Tensor | None = None,
+        sums_in: int | None = None,
+        sums_out: int | None = None,
+        is_gated: bool = False,
+    ) -> None:
+        depth = weight.shape[1]
+        columns = weight.shape[0] // 2 if is_gated else weight.shape[0]
+        tiling = TILINGS.get((columns, depth, is_gated)) or default_tiling(columns, depth, is_gated=is_gated)
+        blocks = -(-columns // tiling.block_n)
+        matmul.block_matmul[(blocks, 1)](
+            x, weight, None, bias, norm,
+            None if sums_in is None else self._sums[sums_in],
+            None if sums_out is None else self._sums[sums_out],
+            out, count, columns, self._sum_count, self._eps,
+            K=depth, BLOCK_M=NARROW, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
+            SUMS=_power_of_two(self._sum_count), SUMS_STRIDE=self._sums_stride,
+            HAS_NORM=norm is not None, HAS_BIAS=bias is not None, HAS_RESIDUAL=sums_out is not None,
+            IS_GATED=is_gated, IS_INT8=False, IS_FP32=self._is_fp32, IS_DEPENDENT=self.is_dependent,
+            num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=self.is_dependent,
+        )  # fmt: skip
+        if sums_out is not None:
+            self._sum_count = blocks
+
+    def _attention(self, index: int, layer: _Joined, rows_each: int, batch: int) -> None:
+        shape, cache = self.part.shape, self.cache
+        cos, sin = self.part.rotary_table
+        tiles = -(-rows_each * (shape.heads // shape.kv_heads) // _TILE)
+        attention.block_attention[(self._splits, shape.kv_heads * tiles, batch)](
+            self._qkv, cache.keys[index], cache.values[index], cos, sin, layer.q_norm, layer.k_norm,
+            self.slots, cache.positions, self._partial, self._partial_max, self._partial_sum, self._arrived,
+            self._attended, rows_each, self._eps, shape.head_dim**-0.5,
+            SLOT_STRIDE=shape.kv_heads * cache.capacity * shape.head_dim, CAPACITY=cache.capacity,
+            HEADS=shape.heads, KV_HEADS=shape.kv_heads, DIM=shape.head_dim, TILE=_TILE, SPLIT=self._split,
+            SPLITS=self._splits, TILES=self._tiles, CHUNK=8 if shape.head_dim <= 64 else 4,
+            HAS_QK_NORM=layer.q_norm is not None, IS_FP32=self._is_fp32, IS_DEPENDENT=self.is_dependent,
+            num_warps=4, num_stages=1, launch_pdl=self.is_dependent,
+        )  # fmt: skip
+
+    def _wide_attention(self, index: int, layer: _Joined, rows_each: int, batch: int) -> None:
+        shape, cache = self.part.shape, self.cache
+        cos, sin = self.part.rotary_table
+        options = {
+            "SLOT_STRIDE": shape.kv_heads * cache.capacity * shape.head_dim, "CAPACITY": cache.capacity,
+            "HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "DIM": shape.head_dim,
+            "IS_DEPENDENT": self.is_dependent, "launch_pdl": self.is_dependent,
+        }  # fmt: skip
+        attention.rotate_and_write[(rows_each * batch, shape.heads + 2 * shape.kv_heads)](
+            self._qkv, cache.keys[index], cache.values[index], cos, sin, layer.q_norm, layer.k_norm,
+            self.slots, cache.positions, rows_each, self._eps, HAS_QK_NORM=layer.q_norm is not None,
+            num_warps=1, **options,
+        )  # fmt: skip
+        tile = 64
+        tiles = -(-rows_each * (shape.heads // shape.kv_heads) // tile)
+        attention.wide_attention[(tiles, shape.kv_heads, batch)](
+            self._qkv, cache.keys[index], cache.values[index], self.slots, cache.positions, self._attended,
+            rows_each, shape.head_dim**-0.5, TILE=tile, BLOCK=64, IS_FP32=self._is_fp32,
+            num_warps=4, num_stages=2, **options,
+        )  # fmt: skip

@@ -1,0 +1,40 @@
+"""Which way a slice runs on its device."""
+
+from __future__ import annotations
+
+from peerllm.engine import fused
+from peerllm.engine.cache import KvCache
+from peerllm.engine.module_slice import ModuleSlice
+from peerllm.engine.runner import BUCKETS, PREFILL_BUCKETS, EagerRunner, GraphRunner, Runner, StaticSlice
+from peerllm.engine.slice import ModelSlice
+from peerllm.protocol.errors import BadRequest
+
+PATHS = ("auto", "eager", "graph", "fused")
+"""eager: the modules. graph: CUDA graphs of the modules. fused: graphs of Triton kernels. auto: the last that works."""
+
+
+def make_static(part: ModelSlice, cache: KvCache, path: str, *, max_rows: int) -> StaticSlice | None:
+    """What to capture; None is for eager.
+
+    Raises:
+        BadRequest: `path` is not one of `PATHS`.
+    """
+    if path not in PATHS:
+        raise BadRequest(f"path {path[:32]!r} is not one of {', '.join(PATHS)}", param="path")
+    if path == "auto":
+        path = "eager"
+        if part.device.type == "cuda":
+            path = "fused" if fused.is_available(part.device) and fused.supports(part) else "graph"
+    if path == "eager":
+        return None
+    if path == "graph":
+        return ModuleSlice(part, cache, max_rows=max_rows)
+    from peerllm.engine.fused.layers import FusedSlice
+
+    return FusedSlice(part, cache, max_rows=max_rows, is_dependent=fused.has_dependent_launch(part.device))
+
+
+def make_runner(part: ModelSlice, cache: KvCache, path: str = "auto") -> Runner:
+    """The runner of a slice of the target model."""
+    static = make_static(part, cache, path, max_rows=max(*BUCKETS, *PREFILL_BUCKETS))
+    return EagerRunner(part, cache) if static is None else GraphRunner(static)
