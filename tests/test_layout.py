@@ -118,7 +118,7 @@ def test_no_file_has_grown_beyond_one_sitting() -> None:
 def test_the_daemon_runs_without_torch_in_its_process() -> None:
     code = (
         "import sys, peerllm.daemon.main\n"
-        "sys.exit(', '.join(name for name in ('torch', 'transformers') if name in sys.modules))"
+        "sys.exit(', '.join(name for name in ('torch', 'transformers') if name in sys.modules) or 0)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr

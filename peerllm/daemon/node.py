@@ -32,6 +32,7 @@ log = structlog.get_logger(__name__)
 
 _MAX_HELLO_BYTES = 4 * limits.KIB
 _VERIFIER_SESSIONS = 4
+_LINGER_SECONDS = 1.0
 
 
 class _PeerRestarted(Exception):
@@ -85,7 +86,11 @@ class Node:
         self._channel = MessageChannel(link)
         while True:
             self._state = "loading"
-            agreed = await self._setup.agree(self._channel, is_opener=peer.is_opener)
+            try:
+                agreed = await self._setup.agree(self._channel, is_opener=peer.is_opener)
+            except PeerllmError:
+                await self._linger()
+                raise
             try:
                 await self._serve(agreed, self._channel)
             except _PeerRestarted:
@@ -100,6 +105,14 @@ class Node:
         await asyncio.gather(
             self._engine.close(), *([self._link.close()] if self._link is not None else []), return_exceptions=True
         )
+
+    async def _linger(self) -> None:
+        """Leaves the other side a moment to hear why, before the link closes under the words."""
+        if self._channel is not None:
+            with contextlib.suppress(TimeoutError, PeerAway):
+                async with asyncio.timeout(_LINGER_SECONDS):
+                    while True:
+                        await self._channel.receive()
 
     async def _meet(self) -> SeatedPeer:
         client = RoomClient(self._config.signaling, self._config.state_dir, insecure=self._config.is_insecure)
@@ -162,7 +175,7 @@ class Node:
             self._remote_requests.take(message)
             await self._verifier.take(message)
         if isinstance(message, Refusal) and message.session is None and message.request is None:
-            log.warning("peer_refused", code=message.code, reason=message.reason)
+            log.warning("peer_refused", error=message.code, reason=message.reason)
 
     # --- What happens on the way -----------------------------------------------------------------------------------
 

@@ -123,6 +123,6 @@ class RemoteAnswers:
             try:
                 await self._channel.send(Refusal.of(error, request=message.request))
             except PeerAway:
-                log.info("remote_answer_lost", code=error.code)
+                log.info("remote_answer_lost", error=error.code)
         finally:
             await events.aclose()

@@ -70,7 +70,7 @@ class Verifier:
             try:
                 await job()
             except PeerllmError as error:
-                log.warning("session_refused", code=error.code, reason=error.message)
+                log.warning("session_refused", error=error.code, reason=error.message)
                 self._sessions.pop(session, None)
                 await self._channel.send(Refusal.of(error, session=session))
 

@@ -199,7 +199,7 @@ class WorkerProcess:
             if not future.done():
                 future.set_exception(error)
         if not self._closing:
-            log.warning("worker_gone", code=error.code, reason=error.message)
+            log.warning("worker_gone", error=error.code, reason=error.message)
             if self._on_exit is not None:
                 self._on_exit(error)
 

@@ -168,7 +168,7 @@ class Link:
                 self._last_error = PeerAway("the signaling server does not answer")
             except PeerllmError as error:
                 self._last_error = error
-                log.info("link.cannot_begin", code=error.code)
+                log.info("link.cannot_begin", error=error.code)
             else:
                 self._try(attempt)
             await self._pause_since(begun)
@@ -197,7 +197,7 @@ class Link:
                     continue
             except PeerllmError as error:
                 self._last_error = error
-                log.info("link.cannot_accept", code=error.code)
+                log.info("link.cannot_accept", error=error.code)
                 await asyncio.sleep(limits.RETRY_SECONDS)
             else:
                 self._try(attempt)
@@ -234,7 +234,7 @@ class Link:
             self._epoch = max(self._epoch, error.epoch)
         except PeerllmError as error:
             self._last_error = error
-            log.info("link.attempt_failed", epoch=connection.epoch, code=error.code, reason=error.message)
+            log.info("link.attempt_failed", epoch=connection.epoch, error=error.code, reason=error.message)
         except Exception as error:
             self._last_error = LinkError(f"an internal error ended the attempt: {error!r}")
             log.exception("link.attempt_broke", epoch=connection.epoch)
@@ -301,7 +301,7 @@ class Link:
         if isinstance(error, PeerRefused):
             self._fail(error.cause)
             return
-        log.info("link.lost", epoch=connection.epoch, code=error.code)
+        log.info("link.lost", epoch=connection.epoch, error=error.code)
         self._current = None
         self._discard(connection)
         self._seek_replacement()
@@ -320,7 +320,7 @@ class Link:
             try:
                 await self._current.ask_again()
             except PeerllmError as error:
-                log.debug("link.cannot_ask", code=error.code)
+                log.debug("link.cannot_ask", error=error.code)
             await asyncio.sleep(limits.RETRY_SECONDS)
 
     def _asked_again(self, connection: Connection) -> None:
