@@ -9,6 +9,7 @@ from typing import cast
 import structlog
 
 from peerllm.api.errors import raw_response
+from peerllm.protocol import limits
 from peerllm.protocol.errors import Overloaded
 
 log = structlog.get_logger()
@@ -19,7 +20,8 @@ class Connections:
 
     Args:
         make_handler: makes aiohttp's protocol.
-        max_clients: one more is answered 429 and closed.
+        max_clients: one more is answered 429 and closed. As many may wait for that answer; beyond them a connection is
+            closed without a word.
         stall_seconds: a client that has not sent its first request's head, or has not emptied its socket, in so long is
             dropped. Bodies and the time between requests are bounded by the request handler and by aiohttp.
     """
@@ -29,6 +31,7 @@ class Connections:
         self._max_clients = max_clients
         self._stall_seconds = stall_seconds
         self._clients: dict[asyncio.Transport, _Client] = {}
+        self._refused: set[asyncio.Transport] = set()
         self._requests: set[asyncio.Task[object]] = set()
         self._all_gone = asyncio.Event()
         self._all_gone.set()
@@ -47,7 +50,11 @@ class Connections:
             client.stop_timer()
 
     def admit(self, transport: asyncio.Transport, client: _Client) -> asyncio.Protocol | None:
+        """aiohttp's protocol for a new connection, or None where there is no room for it."""
         if len(self._clients) >= self._max_clients:
+            if len(self._refused) > self._max_clients:
+                transport.abort()
+            self._refused.add(transport)
             return None
         self._clients[transport] = client
         self._all_gone.clear()
@@ -55,12 +62,13 @@ class Connections:
 
     def forget(self, transport: asyncio.Transport) -> None:
         self._clients.pop(transport, None)
+        self._refused.discard(transport)
         if not self._clients:
             self._all_gone.set()
 
     async def close(self) -> None:
         """Drops whoever is still there, with what they have not taken, and waits until nothing serves them."""
-        for transport in list(self._clients):
+        for transport in [*self._clients, *self._refused]:
             transport.abort()
         await self._all_gone.wait()
         if self._requests:
@@ -88,31 +96,28 @@ class _Client(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # A stream's transport, always: uvloop's has asyncio's methods without being its subclass.
-        stream = cast(asyncio.Transport, transport)
-        self._made(stream)
-
-    def _made(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._inner = self._connections.admit(transport, self)
+        self._transport = stream = cast(asyncio.Transport, transport)
+        self._inner = self._connections.admit(stream, self)
         if self._inner is None:
-            # Answered before it asked: waiting for the request would keep what there are too many of.
-            transport.write(self._connections.crowded())
-            transport.close()
+            # A client that is refused before it asks may take that for a daemon that is not there: curl does.
+            self._start_timer(limits.API_CROWDED_SECONDS, self._refuse)
             return
         # Then pause_writing means "not everything is in the client's hands", and nothing waits unseen in a buffer.
-        transport.set_write_buffer_limits(high=0)
-        self._start_timer()
+        stream.set_write_buffer_limits(high=0)
+        self._start_timer(self._connections.stall_seconds, self._drop)
         self._inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
         if self._inner is not None:
             self._inner.data_received(data)
+        else:
+            self._refuse()
 
     def eof_received(self) -> bool | None:
         return self._inner.eof_received() if self._inner is not None else None
 
     def pause_writing(self) -> None:
-        self._start_timer()
+        self._start_timer(self._connections.stall_seconds, self._drop)
         if self._inner is not None:
             self._inner.pause_writing()
 
@@ -133,10 +138,15 @@ class _Client(asyncio.Protocol):
             self._timer.cancel()
             self._timer = None
 
-    def _start_timer(self) -> None:
+    def _start_timer(self, seconds: float, then: Callable[[], None]) -> None:
         self.stop_timer()
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._connections.stall_seconds, self._drop)
+        self._timer = asyncio.get_running_loop().call_later(seconds, then)
+
+    def _refuse(self) -> None:
+        self.stop_timer()
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(self._connections.crowded())
+            self._transport.close()
 
     def _drop(self) -> None:
         log.warning("api_client_dropped", stalled_seconds=self._connections.stall_seconds)

@@ -73,9 +73,12 @@ class Handlers:
             raise BadRequest("Compressed requests are not served.")
         try:
             async with asyncio.timeout(self._stall_seconds):
-                return parse_body(await request.read())
+                data = await request.read()
         except TimeoutError:
             raise RequestTooSlow(f"The request's body did not come within {self._stall_seconds:g} s.") from None
+        if len(data) > limits.MAX_API_BODY_BYTES:
+            raise web.HTTPRequestEntityTooLarge(limits.MAX_API_BODY_BYTES, len(data))
+        return parse_body(data)
 
     async def _answer(self, request: web.Request, asked: ApiRequest, *, is_chat: bool) -> web.StreamResponse:
         shape = shapes.AnswerShape(
@@ -159,6 +162,7 @@ def application(handlers: Handlers, request_began: Callable[[asyncio.Transport |
         request_began(request.transport)
         return await handler(request)
 
-    app = web.Application(client_max_size=limits.MAX_API_BODY_BYTES, middlewares=[announce, errors_in_shape])
+    # One more than is allowed: releases of aiohttp differ in whether the size itself is too large.
+    app = web.Application(client_max_size=limits.MAX_API_BODY_BYTES + 1, middlewares=[announce, errors_in_shape])
     app.add_routes(handlers.routes())
     return app

@@ -56,6 +56,8 @@ SSE_KEEPALIVE_SECONDS = 5.0
 still have an HTTP status of its own."""
 RETRY_AFTER_SECONDS = 2
 """What a 429 tells the client to wait: about one short answer."""
+API_CROWDED_SECONDS = 1.0
+"""A client beyond MAX_API_CLIENTS gets so long to send its request before it is refused."""
 API_CLOSE_SECONDS = 1.0
 """How long a closing daemon waits for clients to take their last event."""
 MAX_SOCKET_PATH_BYTES = 107
@@ -147,6 +149,14 @@ MESSAGE_OVERHEAD_BYTES = 64
 """What a message counts against MAX_UNPROCESSED_BYTES beside its bytes: a flood of empty ones is bounded too."""
 MAX_BULK_BYTES = MAX_UNPROCESSED_BYTES * 3 // 4
 """The share of MAX_UNPROCESSED_BYTES that prefill may take: a round always finds room."""
+SCTP_INITIAL_PACKETS = 16
+"""In flight before the path was measured: a block of 16 KB needs no second round trip even then."""
+SCTP_MIN_PACKETS = 4
+SCTP_MAX_WINDOW_BYTES = 4 * MIB
+MAX_SCTP_RECEIVE_BYTES = 4 * MIB
+"""Fragments that may wait for their message's others: two windows' worth."""
+SCTP_FIRST_T3_SECONDS = 1.0
+SCTP_MIN_T3_SECONDS = 0.2
 MAX_ATTEMPTS = 4
 """Connections that are being made at the same time for one link; the oldest gives way."""
 

@@ -286,7 +286,8 @@ def test_one_client_too_many_is_told_so_and_the_others_live_on(tmp_path: Path, l
         async with await serve(Queued(), tmp_path / "s") as server:
             connections = [await asyncio.open_unix_connection(tmp_path / "s") for _ in range(limits.MAX_API_CLIENTS)]
             await until(lambda: server.clients == limits.MAX_API_CLIENTS)
-            async with connection(tmp_path / "s") as (reader, _):
+            async with connection(tmp_path / "s") as (reader, writer):
+                writer.write(chat())
                 head, _, body = (await reader.read()).partition(b"\r\n\r\n")
                 assert head.startswith(b"HTTP/1.1 429 ")
                 assert b"Retry-After" in head
@@ -300,6 +301,21 @@ def test_one_client_too_many_is_told_so_and_the_others_live_on(tmp_path: Path, l
                 writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
                 assert await answer_head(reader) == 200
             for _, writer in connections:
+                writer.close()
+
+    on(loop, test)
+
+
+@both_loops
+def test_a_flood_of_clients_beyond_the_limit_holds_no_more_than_as_many_again(tmp_path: Path, loop: str) -> None:
+    async def test() -> None:
+        async with await serve(Queued(), tmp_path / "s", max_clients=2) as server:
+            flood = [await asyncio.open_unix_connection(tmp_path / "s") for _ in range(50)]
+            answers = await asyncio.gather(*(reader.read() for reader, _ in flood[2:]), return_exceptions=True)
+            told = [answer for answer in answers if isinstance(answer, bytes) and b"overloaded" in answer]
+            assert len(told) <= 3
+            assert server.clients == 2
+            for _, writer in flood:
                 writer.close()
 
     on(loop, test)

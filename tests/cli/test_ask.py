@@ -65,7 +65,9 @@ def test_a_value_that_the_daemon_refuses_is_named(daemon: Any, peerllm: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("data", "words"), [(b"\xff\xfe", "not UTF-8"), (b"x" * (limits.MAX_API_BODY_BYTES + 1), "more than")]
+    ("data", "words"),
+    [(b"\xff\xfe", "not UTF-8"), (b"x" * (limits.MAX_API_BODY_BYTES + 1), "more than")],
+    ids=["bytes", "length"],
 )
 def test_input_that_cannot_be_asked_is_refused_in_words(daemon: Any, peerllm: Any, data: bytes, words: str) -> None:
     process = peerllm.start("ask", "-", stdin=subprocess.PIPE)
