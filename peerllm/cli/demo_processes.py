@@ -19,6 +19,7 @@ from peerllm.protocol.errors import PeerllmError
 
 _PR_SET_PDEATHSIG = 1
 _STOP_SECONDS = 1.0
+_LONGEST_BASE = 60
 
 
 class DemoFailed(PeerllmError):
@@ -128,8 +129,9 @@ def stage() -> Iterator[Stage]:
         raise KeyboardInterrupt
 
     previous = signal.signal(signal.SIGTERM, interrupt)
-    # /tmp and not $TMPDIR: a Unix socket's path has room for about a hundred characters.
-    folder = tempfile.TemporaryDirectory(prefix="peerllm-demo-", dir="/tmp" if Path("/tmp").is_dir() else None)
+    # A Unix socket's path has room for about a hundred characters.
+    base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _LONGEST_BASE else "/tmp"
+    folder = tempfile.TemporaryDirectory(prefix="peerllm-demo-", dir=base)
     here = Stage(Path(folder.name))
     try:
         yield here

@@ -26,6 +26,7 @@ from peerllm.protocol.pipe import FrameReader, encode_frame
 
 _READ_BYTES = 256 * limits.KIB
 _HANG_UP = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
+_NICENESS = 5
 _PROGRESS_SECONDS = 0.1
 """Progress goes out at most so often, and always at an end."""
 
@@ -177,6 +178,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     # Ctrl-C on a terminal reaches the whole group; the daemon decides, and closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # On a machine whose cores are all busy computing, the daemon's loop (pings, verdicts, clients) goes first.
+    os.nice(_NICENESS)
     pipe = Pipe(socket.socket(fileno=options.fd))
     threading.Thread(target=pipe.read_forever, name="read", daemon=True).start()
     threading.Thread(target=_beat, args=(pipe,), name="beat", daemon=True).start()

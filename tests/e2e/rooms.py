@@ -41,15 +41,21 @@ class Daemon:
 
     def complete(self, prompt: str, **options: Any) -> dict[str, Any]:
         """A whole answer: text, tokens, reason, ledger."""
-        text, tokens, reason, ledger = "", 0, None, {}
+        text, usage, reason, ledger = "", {}, None, {}
         body = {"prompt": prompt, "temperature": 0, "stream_options": {"include_usage": True}, **options}
         for event in self.client.stream("/v1/completions", body):
             for choice in event["choices"]:
                 text += choice["text"]
                 reason = choice["finish_reason"] or reason
-            tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+            usage = event.get("usage") or usage
             ledger = event.get("ledger") or ledger
-        return {"text": text, "tokens": tokens, "reason": reason, "ledger": ledger}
+        return {
+            "text": text,
+            "tokens": usage["completion_tokens"],
+            "prompt_tokens": usage["prompt_tokens"],
+            "reason": reason,
+            "ledger": ledger,
+        }
 
     def post(self, target: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """(status, JSON) of a request that does not stream."""

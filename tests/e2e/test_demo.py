@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,33 +21,48 @@ from tests.e2e.rooms import wait_until
 DEMO = [sys.executable, "-m", "peerllm", "demo"]
 
 
-def processes() -> set[int]:
-    """Ours that run now, by their command line."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "cmdline").read_bytes()
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:
-                continue
-            if b"peerllm" in words and state != "Z" and int(entry.name) != os.getpid():
-                found.add(int(entry.name))
-    return found
+@dataclass
+class Trace:
+    """By which a demo's processes and files are told from everybody else's."""
+
+    folder: Path
+    mark: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "TMPDIR": str(self.folder), "PEERLLM_TEST_MARK": self.mark, "PYTHONUNBUFFERED": "1"}
+
+    def processes(self) -> set[int]:
+        found = set()
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    environment = (entry / "environ").read_bytes()
+                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                except OSError:
+                    continue
+                if self.mark.encode() in environment and state != "Z":
+                    found.add(int(entry.name))
+        return found
+
+    def files(self) -> set[str]:
+        return {entry.name for entry in self.folder.glob("peerllm-demo-*")}
 
 
-def stages() -> set[str]:
-    return {entry.name for entry in Path("/tmp").glob("peerllm-demo-*")}
+@pytest.fixture
+def trace() -> Iterator[Trace]:
+    with tempfile.TemporaryDirectory(prefix="pd", dir="/tmp") as folder:
+        yield Trace(Path(folder), secrets.token_hex(8))
 
 
-def test_it_prints_the_figures_as_json_and_leaves_nothing_behind(tiny_model: Path) -> None:
-    before = processes(), stages()
+def test_it_prints_the_figures_as_json_and_leaves_nothing_behind(tiny_model: Path, trace: Trace) -> None:
     result = subprocess.run(
         [*DEMO, "--model", str(tiny_model), "--json", "--rtt", "20", "--max-tokens", "24", "--prompt", "the tide"],
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
+        env=trace.environment,
     )
     assert result.returncode == 0, result.stderr
     figures = json.loads(result.stdout)
@@ -54,17 +73,17 @@ def test_it_prints_the_figures_as_json_and_leaves_nothing_behind(tiny_model: Pat
     assert figures["speculative"]["tokens_per_round"] >= 1
     assert set(figures["speculative"]) >= {"tokens_per_second", "acceptance_rate", "tokens_per_round"}
     assert "\x1b" not in result.stdout + result.stderr
-    wait_until(lambda: (processes(), stages()) == before, 3, lambda: (processes() - before[0], stages() - before[1]))
+    assert trace.files() == set()
+    wait_until(lambda: not trace.processes(), 3, trace.processes)
 
 
 @pytest.mark.parametrize("moment", ["starting", "answering"])
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_stopped_at_any_moment_it_leaves_no_process(tiny_model: Path, how: signal.Signals, moment: str) -> None:
-    before, folders = processes(), stages()
+def test_stopped_at_any_moment_it_leaves_no_process(
+    tiny_model: Path, how: signal.Signals, moment: str, trace: Trace
+) -> None:
     command = [*DEMO, "--model", str(tiny_model), "--rtt", "100", "--max-tokens", "400", "--prompt", "the tide"]
-    demo = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"}
-    )
+    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=trace.environment)
     assert demo.stdout is not None
     marker = b"first daemon opened" if moment == "starting" else b"Asking the first"
     seen = b""
@@ -80,15 +99,19 @@ def test_stopped_at_any_moment_it_leaves_no_process(tiny_model: Path, how: signa
     if how != signal.SIGKILL:
         assert demo.returncode == 130
         assert took < 2.5
-        assert stages() == folders
-    wait_until(lambda: processes() <= before, 5, lambda: processes() - before)
-    for name in stages() - folders:  # a demo that was killed cannot tidy its folder
-        subprocess.run(["rm", "-r", f"/tmp/{name}"], check=True)
+        assert trace.files() == set()  # a demo that was killed cannot tidy its folder
+    wait_until(lambda: not trace.processes(), 5, trace.processes)
 
 
-def test_a_failure_is_told_with_its_reason_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    before = processes(), stages()
-    result = subprocess.run([*DEMO, "--model", str(tmp_path)], capture_output=True, text=True, timeout=100, check=False)
+def test_a_failure_is_told_with_its_reason_and_leaves_nothing_behind(tmp_path: Path, trace: Trace) -> None:
+    result = subprocess.run(
+        [*DEMO, "--model", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=trace.environment,
+    )
     assert result.returncode == 1
     assert "config.json" in result.stderr
-    assert (processes(), stages()) == before
+    assert (trace.processes(), trace.files()) == (set(), set())

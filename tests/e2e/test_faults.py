@@ -140,6 +140,6 @@ def test_a_second_daemon_on_the_same_socket_or_state_is_refused_and_the_first_li
         ):
             command = ("peerllm", "up", "--model", str(tiny_model), "--signaling", room.signaling, *taken)
             child = here.start(f"late-{len(taken[1])}", *command)
-            with pytest.raises(DemoFailed, match="(?i)another"):
+            with pytest.raises(DemoFailed, match=r"(?i)another"):
                 child.wait_for("Room code", 60)
     assert room.first.complete("the tide", max_tokens=4)["tokens"] == 4
