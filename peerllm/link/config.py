@@ -63,7 +63,7 @@ class LinkConfig:
     turn: tuple[TurnServer, ...] = ()
     kept_seconds: float = limits.SESSION_KEPT_SECONDS
     relay_only: bool = False
-    own_sctp: bool = False
+    own_sctp: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -370,7 +370,7 @@ class Connection:
         """Hands slices down for as long as they would leave soon, and decides as late as possible which."""
         try:
             while not self._is_closed and self._transport.is_writable:
-                piece = self.outbox.next_slice()
+                piece = self.outbox.next_slice(self._transport.slice_bytes)
                 if piece is None:
                     return
                 self._transport.send(piece)

@@ -75,7 +75,9 @@ class Transport:
         self.fingerprint = bytes.fromhex(_sha256_of(certificate.getFingerprints()).replace(":", ""))
         self._dtls = aiortc_private.DtlsTransport(self._ice, certificate)
         self._dtls.on("statechange", self._dtls_changed)
-        self._sctp = aiortc_private.StockSctpTransport(self._dtls)
+        kind = aiortc_private.SctpTransport if config.own_sctp else aiortc_private.StockSctpTransport
+        self._sctp = kind(self._dtls)
+        self._sctp.on_writable = on_writable
         self._sctp.on_broken = self._lost
         self._channel = RTCDataChannel(self._sctp, _CHANNEL)
         self._opened = asyncio.Event()
@@ -166,6 +168,8 @@ class Transport:
         await self._dtls.start(RTCDtlsParameters(fingerprints=[RTCDtlsFingerprint("sha-256", digest)]))
         if self._dtls.state != "connected":
             raise LinkError("the secure channel to the other peer could not be set up")
+        if isinstance(self._sctp, aiortc_private.SctpTransport):
+            self._dtls.go_direct(self._connection, self._sctp.take)
         await self._sctp.start(RTCSctpCapabilities(maxMessageSize=remote.max_message_bytes), remote.sctp_port)
         await self._opened.wait()
 
@@ -183,6 +187,11 @@ class Transport:
     def is_writable(self) -> bool:
         """Little enough is queued below that a slice given now leaves soon; `on_writable` tells when it is again."""
         return self._sctp.wants_more and not self._channel.bufferedAmount
+
+    @property
+    def slice_bytes(self) -> int:
+        """How large the next slice should be at most."""
+        return int(self._sctp.slice_bytes)
 
     @property
     def retransmitted(self) -> int:

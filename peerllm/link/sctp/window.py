@@ -1,0 +1,157 @@
+"""How much may be in flight, and how fast it leaves: a window that follows the path's delay.
+
+The window obeys FAST TCP's rule (Wei, Jin, Low, Hegde 2006): once a round trip `w <- w * base / rtt + alpha`, so that
+each flow keeps about `alpha` in the bottleneck's queue, whatever its buffer holds, and flows over one bottleneck share
+it.
+It starts from a measurement instead of a guess: the spacing in which a train's SACKs come back is the bottleneck's rate
+(packet trains, Jain and Routhier 1986), so the second round trip already has the right window. Only loss beyond what
+a radio link has by chance shrinks it; a round trip without a SACK begins anew.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from peerllm.protocol import limits
+
+PACKET = 1_200
+"""For the arithmetic; packets are about so large."""
+_TRAIN_BYTES = 8 * PACKET
+_TRAIN_SECONDS = 0.002
+"""A rate is judged over at least so much of a train: SACKs come in lumps of the other machine's scheduling."""
+_NOISE_SECONDS = 0.004
+"""A round trip that is longer by less than this has met no queue worth the name."""
+_ALPHA_PACKETS = 5
+_ALPHA_SHARE = 1 / 32
+_LOSS_RATIO = 0.02
+_LOSS_PACKETS = 3
+_BASE_SECONDS = 10.0
+_DRAIN_SECONDS = 4.0
+"""A window in use is halved for a round trip so often, so that both flows over a bottleneck see its true base."""
+_PACING_GAIN = 1.5
+
+
+class Window:
+    """All in bytes and seconds. `size` bounds what is in flight, `rate` how fast it leaves."""
+
+    def __init__(self) -> None:
+        self.size = float(limits.SCTP_INITIAL_PACKETS * PACKET)
+        self.base: float | None = None
+        self.smoothed: float | None = None
+        self.variation = 0.0
+        self.train_rate = 0.0
+        self._bases: deque[tuple[float, float]] = deque()
+        self._is_starting = True
+        self._round_end = 0.0
+        self._round_rtt: float | None = None
+        self._round_delivered = 0
+        self._round_lost = 0
+        self._was_limited = False
+        self._train: deque[tuple[float, int]] = deque()
+        self._delivered = 0
+        self._drain_at: float | None = None
+        self._undrained: float | None = None
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes a second; None: no measure yet, a burst of the initial window is the measure."""
+        if self.smoothed is None or self.base is None:
+            return None
+        return _PACING_GAIN * (self.train_rate or self.size / max(self.base, 0.001))
+
+    def limited(self) -> None:
+        """The window held something back: only then does it have a reason to grow."""
+        self._was_limited = True
+
+    def sampled(self, rtt: float, now: float) -> None:
+        """A round trip of a chunk that was sent once."""
+        if self.smoothed is None:
+            self.smoothed, self.variation = rtt, rtt / 2
+        else:
+            self.variation += (abs(self.smoothed - rtt) - self.variation) / 4
+            self.smoothed += (rtt - self.smoothed) / 8
+        if self._round_rtt is None or rtt < self._round_rtt:
+            self._round_rtt = rtt
+        while self._bases and self._bases[-1][1] >= rtt:
+            self._bases.pop()
+        self._bases.append((now, rtt))
+        while self._bases[0][0] < now - _BASE_SECONDS:
+            self._bases.popleft()
+        self.base = self._bases[0][1]
+
+    def delivered(self, size: int, in_flight: int, now: float) -> None:
+        """A SACK said that `size` more bytes have arrived."""
+        self._delivered += size
+        self._round_delivered += size
+        self._measure_train(now)
+        if in_flight == 0:
+            self._train.clear()
+        if now >= self._round_end:
+            self._end_round(now)
+
+    def _measure_train(self, now: float) -> None:
+        train = self._train
+        train.append((now, self._delivered))
+        if self.base is not None:
+            while len(train) > 2 and train[1][0] < now - max(self.base / 2, 4 * _TRAIN_SECONDS):
+                train.popleft()
+        begun, before = train[0]
+        passed = self._delivered - before
+        if passed < _TRAIN_BYTES:
+            return
+        rate = passed / max(now - begun, _TRAIN_SECONDS)
+        # Up at once, down slowly: a train that was held back by us or by the application says too little.
+        self.train_rate = rate if rate > self.train_rate else self.train_rate + (rate - self.train_rate) / 256
+
+    def _end_round(self, now: float) -> None:
+        rtt, base = self._round_rtt, self.base
+        if rtt is None or base is None or self.smoothed is None:
+            return
+        lost, delivered, was_limited = self._round_lost, self._round_delivered, self._was_limited
+        self._round_end = now + self.smoothed
+        self._round_rtt = None
+        self._round_delivered = self._round_lost = 0
+        self._was_limited = False
+        if self._undrained is not None:
+            self.size, self._undrained = self._undrained, None
+            return
+        if lost >= _LOSS_PACKETS * PACKET and lost > _LOSS_RATIO * (lost + delivered):
+            self._is_starting = False
+            self._set(min(self.size, max(delivered, self.size / 2)) * 0.85)
+            return
+        queueing = max(0.0, rtt - base - _NOISE_SECONDS)
+        alpha = _ALPHA_PACKETS * PACKET + self.size * _ALPHA_SHARE
+        target = self.size * base / (base + queueing) + alpha
+        if self._is_starting:
+            if queueing * self.size / base > alpha:
+                self._is_starting = False
+            elif was_limited:
+                # Doubling would overshoot by a whole window where a train has told the rate.
+                target = max(target, self.train_rate * base if self.train_rate else 2 * self.size)
+        if target < self.size or was_limited:
+            self._set(min(target, 2 * self.size) if not self._is_starting else target)
+        self._maybe_drain(was_limited, now)
+
+    def _maybe_drain(self, was_limited: bool, now: float) -> None:
+        if not was_limited or self._is_starting:
+            self._drain_at = None
+        elif self._drain_at is None:
+            self._drain_at = now + _DRAIN_SECONDS
+        elif now >= self._drain_at:
+            self._drain_at = now + _DRAIN_SECONDS
+            self._undrained = self.size
+            self.size = max(self.size / 2, limits.SCTP_MIN_PACKETS * PACKET)
+
+    def lost(self, size: int) -> None:
+        self._round_lost += size
+
+    def timed_out(self) -> None:
+        """T3: nothing at all came back."""
+        self._undrained = None
+        self._is_starting = True
+        self.train_rate = 0.0
+        self._train.clear()
+        self._set(limits.SCTP_MIN_PACKETS * PACKET)
+
+    def _set(self, size: float) -> None:
+        self.size = min(max(size, limits.SCTP_MIN_PACKETS * PACKET), limits.SCTP_MAX_WINDOW_BYTES)
