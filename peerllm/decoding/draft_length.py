@@ -16,8 +16,9 @@ class DraftLengthPolicy(Protocol):
         """(most candidates, probability below which the drafter stops) for the next block."""
         ...
 
-    def observe(self, drafted: int, accepted: int, seconds: float) -> None:
-        """A round that took `seconds` in all: `accepted` of `drafted` candidates were right."""
+    def observe(self, drafted: int, accepted: int, seconds: float | None) -> None:
+        """A round that took `seconds` in all: `accepted` of `drafted` candidates were right. None: its time says
+        nothing of later rounds (the first of an answer has the draft's prefill in it)."""
         ...
 
 
@@ -30,7 +31,7 @@ class FixedDraftLength:
     def choose(self) -> tuple[int, float]:
         return self.length, 0.0
 
-    def observe(self, drafted: int, accepted: int, seconds: float) -> None:
+    def observe(self, drafted: int, accepted: int, seconds: float | None) -> None:
         pass
 
 
@@ -42,10 +43,11 @@ class AdaptiveDraftLength:
     """Weight that a round keeps with each later one: about 16 rounds are remembered."""
     MARGIN = 1.03
     """What K > 0 has to promise over plain decoding, so that noise does not choose it."""
-    FIRST_PROBE = 32
-    """Plain rounds before the first probe, one candidate; each that finds nothing doubles the wait, so that all of them
-    together stay under the 5 percent that speculation may lose on the worst text."""
-    LAST_PROBE = 256
+    PROBE_COST = 0.03
+    """What probes of one candidate may cost at first, as a share of the plain rounds between them; each that finds
+    nothing doubles the wait. All of them stay under the 5 percent that speculation may lose on the worst text."""
+    FIRST_PROBE, LAST_PROBE = 4, 256
+    """Plain rounds before a probe: at least, at most."""
 
     def __init__(self, max_length: int) -> None:
         self._max_length = max_length
@@ -53,7 +55,7 @@ class AdaptiveDraftLength:
         self._tried = 2.0  # a prior worth two trials: 0.75, so that the first rounds draft
         self._fit = _LineFit(self.FORGET)
         self._plain_rounds = 0
-        self._probe_after = self.FIRST_PROBE
+        self._failed_probes = 0
 
     @property
     def acceptance(self) -> float:
@@ -75,20 +77,22 @@ class AdaptiveDraftLength:
                 best, best_rate = length, rate
         if best == 0:
             self._plain_rounds += 1
-            if self._plain_rounds >= self._probe_after:
+            wait = slope / base / self.PROBE_COST * 2**self._failed_probes
+            if self._plain_rounds >= min(max(wait, self.FIRST_PROBE), self.LAST_PROBE):
                 self._plain_rounds = 0
-                self._probe_after = min(2 * self._probe_after, self.LAST_PROBE)
+                self._failed_probes += 1
                 return min(1, self._max_length), 0.0
             return 0, 0.0
-        self._plain_rounds, self._probe_after = 0, self.FIRST_PROBE
+        self._plain_rounds = self._failed_probes = 0
         # A candidate less likely than this costs more time than the tokens it may give.
         return best, min(0.9, max(0.0, slope * best_rate))
 
-    def observe(self, drafted: int, accepted: int, seconds: float) -> None:
+    def observe(self, drafted: int, accepted: int, seconds: float | None) -> None:
         if drafted:
             self._right = self._right * self.FORGET + accepted
             self._tried = self._tried * self.FORGET + min(drafted, accepted + 1)
-        self._fit.add(drafted, seconds)
+        if seconds is not None:
+            self._fit.add(drafted, seconds)
 
 
 class _LineFit:

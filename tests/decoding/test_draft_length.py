@@ -40,3 +40,20 @@ def test_a_fixed_length_stays() -> None:
     policy = FixedDraftLength(8)
     policy.observe(8, 0, 1.0)
     assert policy.choose() == (8, 0.0)
+
+
+def test_a_costly_but_sure_draft_is_found_again_after_slow_rounds() -> None:
+    policy = AdaptiveDraftLength(16)
+    for _ in range(3):
+        policy.choose()
+        policy.observe(4, 4, 5.0)  # something else held the machine
+    rate, plain = run(policy, acceptance=0.99, base=0.18, slope=0.09)
+    assert rate > 1.3 * plain
+
+
+def test_the_time_of_a_round_that_says_nothing_is_left_out() -> None:
+    policy = AdaptiveDraftLength(16)
+    policy.observe(4, 4, None)
+    policy.observe(4, 4, 0.2)
+    policy.observe(2, 2, 0.15)
+    assert policy.choose()[0] > 0
