@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from peerllm.models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, load_parameters, read_header
+from peerllm.models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, Staging, load_parameters, read_header
 from peerllm.protocol import limits
 from peerllm.protocol.errors import ModelError, ModelUnsupported
 
@@ -207,6 +207,23 @@ def test_fills_a_module_from_the_meta_device_and_shares_tied_tensors(tmp_path: P
     assert not any(each.is_meta or each.requires_grad for each in module.parameters())
     assert torch.isfinite(module["head"](torch.ones(1, 4, dtype=torch.float64))).all()
     assert seen == sorted(seen) and seen[-1] == 1.0
+
+
+def test_all_weights_of_a_load_pass_through_one_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"a": torch.ones(3, 5), "b": torch.ones(4, 3)}, tmp_path / SINGLE_FILE)
+    module = torch.nn.ModuleList(torch.nn.Linear(*size, bias=False, device="meta") for size in ((5, 3), (3, 4)))
+    places = []
+    take = Staging.buffer
+
+    def noted(staging: Staging, dtype: torch.dtype) -> torch.Tensor:
+        buffer = take(staging, dtype)
+        places.append((id(staging), buffer.data_ptr()))
+        return buffer
+
+    monkeypatch.setattr(Staging, "buffer", noted)
+    sources = {"0.weight": "a", "1.weight": "b"}
+    load_parameters(module, Checkpoint.open(tmp_path), sources, torch.float64, "cpu")
+    assert len(places) == 2 and len(set(places)) == 1
 
 
 def test_a_parameter_of_another_shape_is_refused_with_both_shapes(tmp_path: Path) -> None:
