@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,16 @@ async def connection(path: Path) -> AsyncIterator[Stream]:
     try:
         yield reader, writer
     finally:
+        await leave(writer)
+
+
+async def leave(*writers: asyncio.StreamWriter) -> None:
+    """Closes, and waits until the sockets are closed too."""
+    for writer in writers:
         writer.close()
+    for writer in writers:
+        with suppress(OSError):
+            await writer.wait_closed()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -300,8 +309,7 @@ def test_one_client_too_many_is_told_so_and_the_others_live_on(tmp_path: Path, l
             async with connection(tmp_path / "s") as (reader, writer):
                 writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
                 assert await answer_head(reader) == 200
-            for _, writer in connections:
-                writer.close()
+            await leave(*(writer for _, writer in connections))
 
     on(loop, test)
 
@@ -315,8 +323,7 @@ def test_a_flood_of_clients_beyond_the_limit_holds_no_more_than_as_many_again(tm
             told = [answer for answer in answers if isinstance(answer, bytes) and b"overloaded" in answer]
             assert len(told) <= 3
             assert server.clients == 2
-            for _, writer in flood:
-                writer.close()
+            await leave(*(writer for _, writer in flood))
 
     on(loop, test)
 
