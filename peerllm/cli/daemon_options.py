@@ -134,8 +134,19 @@ class Terminal:
         if not sys.stdin.isatty():
             return False
         print(f"{question}\nDownload it? [y/N] ", end="", flush=True)
-        answer = await asyncio.to_thread(sys.stdin.readline)
-        return answer.strip().lower() in ("y", "yes")
+        return (await _typed_line()).strip().lower() in ("y", "yes")
+
+
+async def _typed_line() -> str:
+    """A line from the terminal. Not read in a thread: nothing ends a thread that waits there, so Ctrl-C would not."""
+    is_typed = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(sys.stdin, is_typed.set)
+    try:
+        await is_typed.wait()
+    finally:
+        loop.remove_reader(sys.stdin)
+    return sys.stdin.readline()
 
 
 def run_daemon(args: argparse.Namespace, config: DaemonConfig) -> int:

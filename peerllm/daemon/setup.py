@@ -17,7 +17,14 @@ from peerllm.daemon.drafter import Boundary
 from peerllm.daemon.engine import Engine
 from peerllm.daemon.events import Person, Progress
 from peerllm.protocol import limits
-from peerllm.protocol.errors import ModelNotFound, PeerAway, PeerllmError, ProtocolError
+from peerllm.protocol.errors import (
+    DownloadNeeded,
+    ModelNotFound,
+    PeerAway,
+    PeerllmError,
+    ProtocolError,
+    error_from_code,
+)
 from peerllm.protocol.fields import from_map, to_map
 from peerllm.protocol.identity import LayerRange, ModelIdentity
 from peerllm.protocol.messages import Answer, Loading, Message, Offer, Plan, Ready, Refusal
@@ -29,6 +36,8 @@ _M = TypeVar("_M", bound=Message)
 _SILENCE_SECONDS = 30.0
 """A peer that says nothing for so long while the two agree or load is gone; Loading stops the clock."""
 _SAY_LOADING_SECONDS = 1.0
+_ABOUT_THE_WHOLE_MODEL = ("describe", "find")
+"""Ops that ask for leave to download all of a model's weights; a yes covers every later fetch of its layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,7 @@ class Setup:
         self._machine: dict[str, Any] = {}
         self._model: dict[str, Any] | None = None
         self._progress = Progress("starting", 0.0)
+        self._is_download_allowed = config.is_download_allowed
         self._loaded_plan: tuple[Any, ...] | None = None
 
     def progressed(self, stage: str, fraction: float) -> None:
@@ -174,10 +184,10 @@ class Setup:
             raise RuntimeError("nothing was described")
         folder = self._model["folder"]
         if self._model["download_bytes"]:
-            fetched = await self._engine.call(
-                "fetch", model=self._model["source"], revision=self._model["revision"], layers=layers
+            fetched = await self._with_download(
+                "fetch", model=self._model["source"] or folder, revision=self._model["revision"], layers=layers
             )
-            folder = fetched.values["folder"]
+            folder = fetched["folder"]
         loaded = await self._engine.load(
             folder=folder,
             layers=layers,
@@ -200,14 +210,13 @@ class Setup:
 
     async def _with_download(self, op: str, **arguments: Any) -> dict[str, Any]:
         """Calls `op`; where weights would have to be downloaded, asks the person first."""
-        allowed = self._config.is_download_allowed
         try:
-            return (await self._engine.call(op, allow_download=allowed, **arguments)).values
-        except PeerllmError as error:
-            if error.code != "download_needed" or allowed:
-                raise
+            return (await self._engine.call(op, allow_download=self._is_download_allowed, **arguments)).values
+        except DownloadNeeded as error:
+            self._progress = Progress("waiting for leave to download", 0.0)
             if not await self._person.may_download(error.message):
-                raise ModelNotFound(f"{error.message}; the download was declined (--yes allows it)") from None
+                raise ModelNotFound(f"{error.message}; nobody here agreed to the download (--yes does)") from None
+        self._is_download_allowed |= op in _ABOUT_THE_WHOLE_MODEL
         return (await self._engine.call(op, allow_download=True, **arguments)).values
 
     async def _expect(self, channel: MessageChannel, kind: type[_M]) -> _M:
@@ -221,7 +230,7 @@ class Setup:
             if isinstance(message, kind):
                 return message
             if isinstance(message, Refusal) and message.session is None and message.request is None:
-                raise _Refused(message.error())
+                raise _Refused(error_from_code(message.code, f"the other peer says: {message.reason}", message.param))
             if isinstance(message, Offer | Answer | Plan):
                 raise ProtocolError(f"the other peer sent {type(message).__name__} out of turn")
 

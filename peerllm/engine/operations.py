@@ -91,6 +91,7 @@ class Operations:
             _text(header, "model"),
             revision=_optional_text(header, "revision"),
             layers=_layers(header),
+            allow_download=bool(header.get("allow_download", False)),
             progress=self._progress,
         )
         return {"folder": str(folder)}, b""

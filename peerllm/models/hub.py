@@ -118,7 +118,10 @@ def fetch(
     if absent:
         raise ModelError(f"{model} lacks {absent[0]} on the hub")
     total = sum(repository.sizes[file] for file in missing)
-    _agree_to(total, model, allow_download)
+    if not allow_download:
+        raise DownloadNeeded(
+            f"{in_words(total)} of {model} ({total} bytes of weights, for layers {layers}) are not on this machine"
+        )
     _check_room(total, snapshot)
     before = 0
     for file in missing:
@@ -222,15 +225,21 @@ def _has_headers(snapshot: Path) -> bool:
 
 
 def _agree_to(size: int, model: str, allow_download: bool) -> None:
+    """Before the layers are shared out, the whole model is the most that this machine may have to download."""
     if size and not allow_download:
         raise DownloadNeeded(
-            f"{model} is not on this machine: {size / 1e9:.2f} GB of weights ({size} bytes) to download"
+            f"{model} is not on this machine: what its layers need of {in_words(size)} ({size} bytes of weights) is to "
+            "be downloaded"
         )
+
+
+def in_words(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
 
 
 def _check_room(size: int, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if free < size:
         raise ModelError(
-            f"the disk is full: {size / 1e9:.2f} GB are to be downloaded to {folder}, {free / 1e9:.2f} GB free"
+            f"the disk is full: {in_words(size)} are to be downloaded to {folder}, {in_words(free)} are free"
         )
