@@ -247,7 +247,8 @@ class _Answer:
         if committed is None:
             raise RuntimeError("a verdict was taken twice")
         self._replay.add(order.start, len(candidates) + 1, reply.payload, keep=verdict.accepted + 1)
-        self._policy.observe(len(candidates), verdict.accepted, now - began if order.round > 0 else None)
+        probabilities = reply.values["probabilities"]
+        self._policy.observe(probabilities, verdict.accepted, now - began if order.round > 0 else None)
         self._drafter.rounds.took(now - began)
         self.ledger.add_round(
             drafted=len(candidates),

@@ -7,8 +7,11 @@ second; where no K beats 0 by more than the noise, plain decoding it is, with a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from peerllm.decoding.calibration import Calibration
 
 
 class DraftLengthPolicy(Protocol):
@@ -16,9 +19,11 @@ class DraftLengthPolicy(Protocol):
         """(most candidates, probability below which the drafter stops) for the next block."""
         ...
 
-    def observe(self, drafted: int, accepted: int, seconds: float | None) -> None:
-        """A round that took `seconds` in all: `accepted` of `drafted` candidates were right. None: its time says
-        nothing of later rounds (the first of an answer has the draft's prefill in it)."""
+    def observe(self, probabilities: Sequence[float], accepted: int, seconds: float | None) -> None:
+        """A round: `accepted` candidates were right, of those to which the draft gave these `probabilities`.
+
+        `seconds` None: its time says nothing of later rounds (an answer's first has the draft's prefill in it).
+        """
         ...
 
 
@@ -31,7 +36,7 @@ class FixedDraftLength:
     def choose(self) -> tuple[int, float]:
         return self.length, 0.0
 
-    def observe(self, drafted: int, accepted: int, seconds: float | None) -> None:
+    def observe(self, probabilities: Sequence[float], accepted: int, seconds: float | None) -> None:
         pass
 
 
@@ -54,6 +59,8 @@ class AdaptiveDraftLength:
         self._right = 1.5
         self._tried = 2.0  # a prior worth two trials: 0.75, so that the first rounds draft
         self._fit = _LineFit(self.FORGET)
+        self._calibration = Calibration(self.FORGET)
+        self._tokens = self._seconds = 0.0
         self._plain_rounds = 0
         self._failed_probes = 0
 
@@ -84,15 +91,21 @@ class AdaptiveDraftLength:
                 return min(1, self._max_length), 0.0
             return 0, 0.0
         self._plain_rounds = self._failed_probes = 0
-        # A candidate less likely than this costs more time than the tokens it may give.
-        return best, min(0.9, max(0.0, slope * best_rate))
+        # A candidate less likely than this costs more time than the tokens it may give, at the rate that is really
+        # reached: the rate that K promises counts only candidates that passed this very bar.
+        worth = slope * self._tokens / self._seconds
+        return best, self._calibration.lowest_probability(self.acceptance, worth)
 
-    def observe(self, drafted: int, accepted: int, seconds: float | None) -> None:
+    def observe(self, probabilities: Sequence[float], accepted: int, seconds: float | None) -> None:
+        drafted = len(probabilities)
         if drafted:
+            self._calibration.observe(probabilities, accepted)
             self._right = self._right * self.FORGET + accepted
             self._tried = self._tried * self.FORGET + min(drafted, accepted + 1)
         if seconds is not None:
             self._fit.add(drafted, seconds)
+            self._tokens = self._tokens * self.FORGET + accepted + 1
+            self._seconds = self._seconds * self.FORGET + seconds
 
 
 class _LineFit:
