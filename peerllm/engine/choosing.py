@@ -44,13 +44,14 @@ class Chooser:
 
     def _scores(self, logits: torch.Tensor, slots: torch.Tensor, state: SamplingState) -> torch.Tensor:
         logits = logits[:, : self._vocabulary].to(torch.float32)
-        slot = slots[0]
-        temperature = state.temperatures[slot]
+        # An index that is a tensor of no dimensions would be read on the host, which a capture forbids.
+        slot = slots[:1].to(torch.int64)
+        temperature = state.temperatures.index_select(0, slot)
         rows = torch.arange(len(logits), device=logits.device)
-        positions = state.positions[slot] + 1 + rows
+        positions = state.positions.index_select(0, slot) + 1 + rows
         block = torch.arange(-(-self._vocabulary // 4), device=logits.device)
         zero = torch.zeros((), dtype=torch.int64, device=logits.device)
-        key = state.seeds[slot]
+        key = state.seeds.index_select(0, slot)[0]
         words = noise.philox_4x32((block[None, :], positions[:, None], zero, zero), (key[0], key[1]))
         perturbed = logits / temperature - noise.log_exponential(words.reshape(len(logits), -1)[:, : self._vocabulary])
         return torch.where(temperature > 0, perturbed, logits)
@@ -78,9 +79,8 @@ class Chooser:
         agrees &= index < count
         accepted = torch.cumprod(agrees.to(torch.int32), dim=0).sum()
         is_bad = ~torch.isfinite(logits[:rows, : self._vocabulary]).all(dim=-1) & (index <= count)
-        verdict[0] = accepted
-        verdict[1] = choices.gather(0, accepted[None])[0]
-        verdict[2] = is_bad.sum()
+        token = choices.gather(0, accepted[None])[0]
+        verdict.copy_(torch.stack((accepted, token.to(torch.int64), is_bad.sum())))
 
     def advance(
         self,
@@ -100,7 +100,7 @@ class Chooser:
                 not finite).
         """
         choice = self._scores(logits[:1], slots, state).argmax(dim=-1)
-        temperature = state.temperatures[slots[0]]
+        temperature = state.temperatures.index_select(0, slots[:1].to(torch.int64))
         shaped = logits[:1, : self._vocabulary].to(torch.float32) / torch.where(temperature > 0, temperature, 1.0)
         probability = torch.softmax(shaped, dim=-1).gather(1, choice[:, None])[:, 0]
         place = step.to(torch.int64)

@@ -1,9 +1,8 @@
-"""Rotary embedding, cache write and attention over the cache and the block itself, in one kernel.
+"""Rotary embedding, cache write and attention over the cache and the block itself.
 
 Flash-decoding (Dao and others, 2023): the cache is cut at fixed positions into splits, each is reduced by itself, and
-the last program to finish a tile adds the splits up in their order. A query row's arithmetic is therefore the same
-whatever the block's length and whatever else is in the batch. Query heads that share a KV head are rows of one tile; no
-head is copied.
+`add_up_splits` adds them up in their order. A query row's arithmetic is therefore the same whatever the block's length
+and whatever else is in the batch. Query heads that share a KV head are rows of one tile; no head is copied.
 
 Rows of the block are read from the product that made them, not from the cache, so that no program waits for another's
 write. Cached rows at or past the position are never loaded.
@@ -18,10 +17,8 @@ from peerllm.engine.fused.dependent import dependents_may_start, wait_for_inputs
 
 
 @triton.jit
-def _rotate(first, second, cos1, cos2, sin1, sin2, dtype: tl.constexpr):
-    turned1 = (first * cos1 - second * sin1).to(dtype)
-    turned2 = (second * cos2 + first * sin2).to(dtype)
-    return turned1, turned2
+def _rotate(first, second, cos, sin, dtype: tl.constexpr):
+    return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
 
 
 @triton.jit
@@ -38,17 +35,15 @@ def block_attention(
     qkv,  # [batch * rows, (HEADS + 2 KV_HEADS) * DIM]
     keys,  # [slot, KV_HEADS, CAPACITY, DIM] of one layer
     values,
-    cos,  # [positions, DIM]
+    cos,  # [positions, DIM]; both halves of a row are the same
     sin,
     q_norm,  # [DIM]
     k_norm,
     slots,  # int32 [batch]
     positions,  # int64 [slots]
-    partial,  # float32 [batch, KV_HEADS, TILES, SPLITS, TILE, DIM]
-    partial_max,  # float32 [batch, KV_HEADS, TILES, SPLITS, TILE]
+    partial,  # float32 [batch * rows, HEADS, SPLITS, DIM]
+    partial_max,  # float32 [batch * rows, HEADS, SPLITS]
     partial_sum,
-    arrived,  # int32 [batch, KV_HEADS, TILES], zero before and after
-    out,  # [batch * rows, HEADS * DIM]
     rows,
     eps,
     scaling,
@@ -60,13 +55,10 @@ def block_attention(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
-    TILES: tl.constexpr,
-    CHUNK: tl.constexpr,
     HAS_QK_NORM: tl.constexpr,
     IS_FP32: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    dependents_may_start(IS_DEPENDENT)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = DIM // 2
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
@@ -77,6 +69,7 @@ def block_attention(
     tile = tl.program_id(1) // KV_HEADS
     batch = tl.program_id(2)
     wait_for_inputs(IS_DEPENDENT)
+    dependents_may_start(IS_DEPENDENT)
     slot = tl.load(slots + batch).to(tl.int64)
     position = tl.load(positions + slot).to(tl.int32)
     first_key = split * SPLIT
@@ -103,9 +96,7 @@ def block_attention(
             q1,
             q2,
             tl.load(cos + turn, mask=is_query[:, None], other=0.0).to(tl.float32),
-            tl.load(cos + HALF + turn, mask=is_query[:, None], other=0.0).to(tl.float32),
             tl.load(sin + turn, mask=is_query[:, None], other=0.0).to(tl.float32),
-            tl.load(sin + HALF + turn, mask=is_query[:, None], other=0.0).to(tl.float32),
             dtype,
         )
         offs_j = first_key + tl.arange(0, SPLIT)
@@ -127,9 +118,7 @@ def block_attention(
                 n1,
                 n2,
                 tl.load(cos + turn_k, mask=is_new, other=0.0).to(tl.float32),
-                tl.load(cos + HALF + turn_k, mask=is_new, other=0.0).to(tl.float32),
                 tl.load(sin + turn_k, mask=is_new, other=0.0).to(tl.float32),
-                tl.load(sin + HALF + turn_k, mask=is_new, other=0.0).to(tl.float32),
                 dtype,
             )
             nv = tl.load(fresh[:, None] + KV_HEADS * DIM + offs_d[None, :], mask=is_new, other=0.0)
@@ -150,56 +139,49 @@ def block_attention(
         shift = tl.where(largest == float("-inf"), 0.0, largest)
         weights = tl.exp(scores - shift[:, None])
         total = tl.dot(weights.to(dtype), v, input_precision=precision)
-        tile_index = (batch * KV_HEADS + head) * TILES + tile
-        place = (tile_index * SPLITS + split) * TILE + tl.arange(0, TILE)
-        tl.store(partial_max + place, largest)
-        tl.store(partial_sum + place, tl.sum(weights, axis=1))
-        tl.store(partial + place[:, None].to(tl.int64) * DIM + offs_d[None, :], total)
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived + tile_index, 1, sem="acq_rel")
-        if before == active - 1:
-            _add_up(
-                partial, partial_max, partial_sum, out, tile_index, active, batch * rows, row, is_query,
-                head * GROUP + index % GROUP, dtype, HEADS, DIM, TILE, SPLITS, CHUNK,
-            )  # fmt: skip
-            tl.store(arrived + tile_index, 0)
+        place = ((batch * rows + row) * HEADS + head * GROUP + index % GROUP) * SPLITS + split
+        tl.store(partial_max + place, largest, mask=is_query)
+        tl.store(partial_sum + place, tl.sum(weights, axis=1), mask=is_query)
+        tl.store(partial + place[:, None].to(tl.int64) * DIM + offs_d[None, :], total, mask=is_query[:, None])
 
 
-@triton.jit
-def _add_up(
-    partial, partial_max, partial_sum, out, tile_index, active, first_row, row, is_query, head, dtype: tl.constexpr,
-    HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+@triton.jit(do_not_specialize=["rows"])
+def add_up_splits(
+    partial, partial_max, partial_sum, slots, positions,
+    out,  # [batch * rows, HEADS * DIM]
+    rows,
+    HEADS: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    offs_t = tl.arange(0, TILE)
+    """One program a row and head. The first of a row's splits is never without a key that it may look at."""
+    index = tl.program_id(0)
+    head = tl.program_id(1)
+    wait_for_inputs(IS_DEPENDENT)
+    dependents_may_start(IS_DEPENDENT)
+    dtype = out.dtype.element_ty
+    slot = tl.load(slots + index // rows)
+    position = tl.load(positions + slot).to(tl.int32)
+    active = tl.minimum((position + index % rows) // SPLIT + 1, SPLITS)
+    base = (index * HEADS + head) * SPLITS
     offs_d = tl.arange(0, DIM)
-    offs_c = tl.arange(0, CHUNK)
-    largest = tl.full((TILE,), float("-inf"), dtype=tl.float32)
+    largest = float("-inf")
+    weight = 0.0
+    total = tl.zeros((DIM,), dtype=tl.float32)
     for start in range(0, active, CHUNK):
-        part = start + offs_c
-        place = (tile_index * SPLITS + part[:, None]) * TILE + offs_t[None, :]
-        these = tl.load(partial_max + place, mask=(part < active)[:, None], other=float("-inf"), cache_modifier=".cg")
-        largest = tl.maximum(largest, tl.max(these, axis=0))
-    largest = tl.where(largest == float("-inf"), 0.0, largest)
-    total = tl.zeros((TILE, DIM), dtype=tl.float32)
-    weight = tl.zeros((TILE,), dtype=tl.float32)
-    for start in range(0, active, CHUNK):
-        part = start + offs_c
-        is_part = (part < active)[:, None]
-        place = (tile_index * SPLITS + part[:, None]) * TILE + offs_t[None, :]
-        these = tl.load(partial_max + place, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-        factor = tl.exp(these - largest[None, :])
-        sums = tl.load(partial_sum + place, mask=is_part, other=0.0, cache_modifier=".cg")
-        weight += tl.sum(sums * factor, axis=0)
-        rows = tl.load(
-            partial + place[:, :, None].to(tl.int64) * DIM + offs_d[None, None, :],
-            mask=is_part[:, :, None],
-            other=0.0,
-            cache_modifier=".cg",
+        part = start + tl.arange(0, CHUNK)
+        is_part = part < active
+        these = tl.load(partial_max + base + part, mask=is_part, other=float("-inf"))
+        sums = tl.load(partial_sum + base + part, mask=is_part, other=0.0)
+        rows_in = tl.load(
+            partial + (base + part[:, None]).to(tl.int64) * DIM + offs_d[None, :], mask=is_part[:, None], other=0.0
         )
-        total += tl.sum(rows * factor[:, :, None], axis=0)
-    weight = tl.where(weight == 0.0, 1.0, weight)
-    place = out + (first_row + row).to(tl.int64)[:, None] * (HEADS * DIM) + head[:, None] * DIM + offs_d[None, :]
-    tl.store(place, (total / weight[:, None]).to(dtype), mask=is_query[:, None])
+        top = tl.maximum(largest, tl.max(these, axis=0))
+        factor = tl.exp(these - top)
+        before = tl.exp(largest - top)
+        weight = weight * before + tl.sum(sums * factor, axis=0)
+        total = total * before + tl.sum(rows_in * factor[:, None], axis=0)
+        largest = top
+    tl.store(out + (index * HEADS + head).to(tl.int64) * DIM + offs_d, (total / weight).to(dtype))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -210,13 +192,13 @@ def rotate_and_write(
     DIM: tl.constexpr, HAS_QK_NORM: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """For blocks too wide for `block_attention`: everything that comes before attention, one program a row and head."""
-    dependents_may_start(IS_DEPENDENT)
     HALF: tl.constexpr = DIM // 2
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
     dtype = qkv.dtype.element_ty
     index = tl.program_id(0)
     head = tl.program_id(1)
     wait_for_inputs(IS_DEPENDENT)
+    dependents_may_start(IS_DEPENDENT)
     batch = index // rows
     slot = tl.load(slots + batch).to(tl.int64)
     at = tl.load(positions + slot).to(tl.int32) + index % rows
@@ -238,9 +220,7 @@ def rotate_and_write(
             first,
             second,
             tl.load(cos + turn + offs_h)[None, :].to(tl.float32),
-            tl.load(cos + turn + HALF + offs_h)[None, :].to(tl.float32),
             tl.load(sin + turn + offs_h)[None, :].to(tl.float32),
-            tl.load(sin + turn + HALF + offs_h)[None, :].to(tl.float32),
             dtype,
         )
         if head < HEADS:
@@ -263,7 +243,6 @@ def wide_attention(
     DIM: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, IS_FP32: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """After `rotate_and_write`: FlashAttention-2 over the cache, a tile of (row, head in the group) at once."""
-    dependents_may_start(IS_DEPENDENT)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
     precision: tl.constexpr = "ieee" if IS_FP32 else "tf32"
@@ -273,6 +252,7 @@ def wide_attention(
     head = tl.program_id(1)
     batch = tl.program_id(2)
     wait_for_inputs(IS_DEPENDENT)
+    dependents_may_start(IS_DEPENDENT)
     slot = tl.load(slots + batch).to(tl.int64)
     position = tl.load(positions + slot).to(tl.int32)
     index = tile * TILE + tl.arange(0, TILE)

@@ -61,10 +61,10 @@ def best_of_blocks(
     BLOCKS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    dependents_may_start(IS_DEPENDENT)
     block = tl.program_id(0)
     row = tl.program_id(1)
     wait_for_inputs(IS_DEPENDENT)
+    dependents_may_start(IS_DEPENDENT)
     slot = tl.load(slots + row // rows_per_sequence)
     token = block * BLOCK + tl.arange(0, BLOCK)
     is_token = token < vocabulary
@@ -112,8 +112,8 @@ def choose_rows(
     flags,  # int32 [rows]: logits that are not finite
     BLOCKS: tl.constexpr, PADDED: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    dependents_may_start(IS_DEPENDENT)
     wait_for_inputs(IS_DEPENDENT)
+    dependents_may_start(IS_DEPENDENT)
     row = tl.program_id(0)
     tl.store(choices + row, _best_of_row(best, best_token, row, BLOCKS, PADDED))
     offs = tl.arange(0, PADDED)
@@ -129,8 +129,8 @@ def judge_block(
     verdict,  # int32 [3]: accepted, next token, logits that are not finite
     PADDED: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    dependents_may_start(IS_DEPENDENT)
     wait_for_inputs(IS_DEPENDENT)
+    dependents_may_start(IS_DEPENDENT)
     n = tl.load(count)
     offs = tl.arange(0, PADDED)
     choice = tl.load(choices + offs, mask=offs <= n, other=-1)
@@ -153,8 +153,8 @@ def advance_draft(
     probabilities,  # float32 [steps]; NaN where logits are not finite
     STRIDE: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    dependents_may_start(IS_DEPENDENT)
     wait_for_inputs(IS_DEPENDENT)
+    dependents_may_start(IS_DEPENDENT)
     choice = _best_of_row(best, best_token, 0, BLOCKS, PADDED)
     offs = tl.arange(0, PADDED)
     is_block = offs < BLOCKS

@@ -1,7 +1,8 @@
 """Programmatic dependent launch (sm_90): a kernel's blocks come up while the one before it finishes.
 
 Every kernel of a chain waits before it touches what another wrote, also where it then has nothing to do; so the order
-of effects is that of the launches.
+of effects is that of the launches. It lets its successor start only after that wait: otherwise kernels far down the
+chain would come up, wait, and hold the registers that the running ones need (measured: 1.4 times slower than without).
 """
 
 from __future__ import annotations

@@ -139,19 +139,18 @@ class FusedSlice:
         self._gate_up = buffer(max_rows, 2 * shape.intermediate)
         self._sums = [buffer(NARROW, self._sums_stride, of=torch.float32) for _ in range(2)]
         self._sum_count = 1
-        self._split = min(128, max(64, _power_of_two(-(-cache.capacity // 32))))
+        # Enough programs for every multiprocessor at a thousand positions; longer caches take longer splits.
+        self._split = min(128, max(4096 // shape.head_dim, _power_of_two(-(-cache.capacity // 64))))
+        self._attention_warps = 4
         self._splits = -(-cache.capacity // self._split)
-        group = shape.heads // shape.kv_heads
-        each = shape.kv_heads * self._splits * _TILE * (shape.head_dim + 2) * 4
+        each = shape.heads * self._splits * (shape.head_dim + 2) * 4
         self._split_rows = NARROW
-        if max_rows >= WIDE_SPLIT and max_batch * -(-WIDE_SPLIT * group // _TILE) * each <= _MOST_PARTIAL_BYTES:
+        if max_rows >= WIDE_SPLIT and max_batch * WIDE_SPLIT * each <= _MOST_PARTIAL_BYTES:
             self._split_rows = WIDE_SPLIT
-        self._tiles = -(-min(self._split_rows, max_rows) * group // _TILE)
-        parts = max_batch * shape.kv_heads * self._tiles * self._splits * _TILE
+        parts = max_batch * min(self._split_rows, max_rows) * shape.heads * self._splits
         self._partial = buffer(parts, shape.head_dim, of=torch.float32)
         self._partial_max = buffer(parts, of=torch.float32)
         self._partial_sum = buffer(parts, of=torch.float32)
-        self._arrived = buffer(max_batch * shape.kv_heads * self._tiles, of=torch.int32)
 
     @property
     def source(self) -> torch.Tensor:
@@ -286,13 +285,19 @@ class FusedSlice:
         tiles = -(-rows_each * (shape.heads // shape.kv_heads) // _TILE)
         attention.block_attention[(self._splits, shape.kv_heads * tiles, batch)](
             self._qkv, cache.keys[index], cache.values[index], cos, sin, layer.q_norm, layer.k_norm,
-            self.slots, cache.positions, self._partial, self._partial_max, self._partial_sum, self._arrived,
-            self._attended, rows_each, self._eps, shape.head_dim**-0.5,
+            self.slots, cache.positions, self._partial, self._partial_max, self._partial_sum,
+            rows_each, self._eps, shape.head_dim**-0.5,
             SLOT_STRIDE=shape.kv_heads * cache.capacity * shape.head_dim, CAPACITY=cache.capacity,
             HEADS=shape.heads, KV_HEADS=shape.kv_heads, DIM=shape.head_dim, TILE=_TILE, SPLIT=self._split,
-            SPLITS=self._splits, TILES=self._tiles, CHUNK=8 if shape.head_dim <= 64 else 4,
-            HAS_QK_NORM=layer.q_norm is not None, IS_FP32=self._is_fp32, IS_DEPENDENT=self.is_dependent,
-            num_warps=4, num_stages=1, launch_pdl=self.is_dependent,
+            SPLITS=self._splits, HAS_QK_NORM=layer.q_norm is not None, IS_FP32=self._is_fp32,
+            IS_DEPENDENT=self.is_dependent, num_warps=self._attention_warps, num_stages=1,
+            launch_pdl=self.is_dependent,
+        )  # fmt: skip
+        attention.add_up_splits[(rows_each * batch, shape.heads)](
+            self._partial, self._partial_max, self._partial_sum, self.slots, cache.positions, self._attended,
+            rows_each, HEADS=shape.heads, DIM=shape.head_dim, SPLIT=self._split, SPLITS=self._splits,
+            CHUNK=min(32, _power_of_two(self._splits)), IS_DEPENDENT=self.is_dependent,
+            num_warps=4 if self._splits > 4 else 1, launch_pdl=self.is_dependent,
         )  # fmt: skip
 
     def _wide_attention(self, index: int, layer: _Joined, rows_each: int, batch: int) -> None:

@@ -53,7 +53,6 @@ def block_matmul(
     IS_FP32: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    dependents_may_start(IS_DEPENDENT)
     EVEN_K: tl.constexpr = K % BLOCK_K == 0
     precision: tl.constexpr = "ieee" if IS_FP32 else "tf32"
     dtype = x.dtype.element_ty
@@ -62,6 +61,7 @@ def block_matmul(
     offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = offs_m < rows
     wait_for_inputs(IS_DEPENDENT)
+    dependents_may_start(IS_DEPENDENT)
     if HAS_NORM:
         offs_s = tl.arange(0, SUMS)
         parts = tl.load(

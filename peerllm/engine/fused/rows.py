@@ -20,8 +20,8 @@ def take_in(
     IS_EMBEDDING: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    dependents_may_start(IS_DEPENDENT)
     wait_for_inputs(IS_DEPENDENT)
+    dependents_may_start(IS_DEPENDENT)
     row = tl.program_id(0)
     offs = tl.arange(0, PADDED)
     mask = offs < WIDTH
@@ -48,8 +48,8 @@ def add_and_norm(
     HAS_NORM: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    dependents_may_start(IS_DEPENDENT)
     wait_for_inputs(IS_DEPENDENT)
+    dependents_may_start(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, PADDED)
     mask = offs < WIDTH
@@ -73,8 +73,8 @@ def swiglu(
     BLOCK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    dependents_may_start(IS_DEPENDENT)
     wait_for_inputs(IS_DEPENDENT)
+    dependents_may_start(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < INNER
