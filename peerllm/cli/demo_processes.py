@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from peerllm.protocol.errors import PeerllmError
@@ -35,7 +35,7 @@ def _die_with_parent() -> None:
 class Child:
     """A process whose standard output is read line by line; its log goes to a file that is shown if it fails."""
 
-    def __init__(self, name: str, command: Sequence[str], folder: Path) -> None:
+    def __init__(self, name: str, command: Sequence[str], folder: Path, env: Mapping[str, str]) -> None:
         self.name = name
         self._log = folder / f"{name}.log"
         with self._log.open("wb") as log:
@@ -46,7 +46,7 @@ class Child:
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is the demo's to handle
                 preexec_fn=_die_with_parent,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
             )
         self._buffer = b""
 
@@ -105,8 +105,9 @@ class Stage:
         self.folder = folder
         self._children: list[Child] = []
 
-    def start(self, name: str, *command: str) -> Child:
-        child = Child(name, [sys.executable, "-m", *command], self.folder)
+    def start(self, name: str, *command: str, env: Mapping[str, str] | None = None) -> Child:
+        """`python -m command`, with `env` besides this process's own environment."""
+        child = Child(name, [sys.executable, "-m", *command], self.folder, env or {})
         self._children.append(child)
         return child
 

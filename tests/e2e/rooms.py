@@ -8,7 +8,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +104,7 @@ def start_signaling(here: Stage) -> str:
     return f"ws://127.0.0.1:{child.wait_for(r'127.0.0.1:([0-9]+)', START_SECONDS)[1]}"
 
 
-def start_daemon(here: Stage, name: str, signaling: str, *command: str) -> Daemon:
+def start_daemon(here: Stage, name: str, signaling: str, *command: str, env: Mapping[str, str] | None = None) -> Daemon:
     path = here.folder / f"{name}.sock"
     child = here.start(
         name,
@@ -112,6 +112,7 @@ def start_daemon(here: Stage, name: str, signaling: str, *command: str) -> Daemo
         *command,
         *("--signaling", signaling, "--loopback", "--threads", "1", "--device", "cpu", "--log-level", "info"),
         *("--state-dir", str(here.folder / name), "--socket", str(path)),
+        env=env,
     )
     return Daemon(child, path)
 
