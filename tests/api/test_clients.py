@@ -234,6 +234,29 @@ def test_a_client_that_does_not_take_a_whole_answer_is_dropped(
     on(loop, test)
 
 
+@both_loops
+def test_a_client_that_takes_nothing_is_dropped_whatever_the_answers_size(
+    tmp_path: Path, loop: str, scripted: Any, done: Any
+) -> None:
+    async def test() -> None:
+        backend = scripted("x", done)
+        async with await serve(backend, tmp_path / "s", stall_seconds=STALL) as server:
+            writers = []
+            # One of these sizes is a little more than the kernel takes.
+            for size in range(100_000, 400_000, 20_000):
+                backend.script = ("x" * size, done)
+                backend.begun.clear()
+                _, writer = await asyncio.open_unix_connection(tmp_path / "s")
+                writers.append(writer)
+                writer.transport.pause_reading()
+                writer.write(chat())
+                await backend.begun.wait()
+            await until(lambda: server.clients == 0)
+            await leave(*writers)
+
+    on(loop, test)
+
+
 @pytest.mark.parametrize(
     "beginning", [b"", b"POST /v1/chat", post(b"", length=100)[:-10]], ids=["nothing", "half a line", "half a head"]
 )

@@ -97,3 +97,11 @@ def test_models_works_with_a_daemon_and_without(
     assert cli.main(["models", "--socket", str(tmp_path / "s"), "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert [(model["name"], model["served"]) for model in listed] == [("tiny", is_running), ("other", False)]
+
+
+@pytest.mark.parametrize("words", [("status",), ("status", "--json")], ids=str)
+def test_a_reader_that_went_away_is_no_error_message(daemon: Any, peerllm: Any, words: tuple[str, ...]) -> None:
+    with peerllm.start(*words) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(5) == 141
