@@ -111,6 +111,8 @@ MAX_ROOM_DIGITS = 12
 MAX_WRONG_GUESSES = 10
 MAX_CLAIMS = 8
 """Claims on one room that are answered at once, whatever the signaling server passes on."""
+MAX_CLAIM_TASKS = 4 * MAX_CLAIMS
+"""Those included that are gone and whose arithmetic is not done."""
 CLAIM_SECONDS = 10.0
 JOIN_SECONDS = 15.0
 """From the command to a seat or an error that names the cause."""

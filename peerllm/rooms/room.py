@@ -35,7 +35,6 @@ _TOKEN_BYTES = 16
 class _Claim:
     number: int
     inbox: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(8))
-    task: asyncio.Task[None] | None = None
 
     def put(self, body: bytes) -> None:
         if not self.inbox.full():  # else it breaks the exchange's rules, and loses
@@ -91,6 +90,7 @@ class Room:
         self._versions = versions
         self._introductions: list[Introduction] = []
         self._claims: dict[int, _Claim] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._seated: asyncio.Queue[SeatedPeer] = asyncio.Queue()
         self._failure: PeerllmError | None = None
         self._reason = "closed"
@@ -183,7 +183,7 @@ class Room:
             if op == "claim":
                 self._begin_claim(message)
             elif op == "gone":
-                claim = self._claims.get(_number(message))
+                claim = self._claims.pop(_number(message), None)  # at once: another comes in its place
                 if claim is not None:
                     claim.leave()
             elif op == "closed":
@@ -196,21 +196,26 @@ class Room:
     def _begin_claim(self, message: dict[str, Any]) -> None:
         number = _number(message)
         greeting = message.get("greeting")
-        if number in self._claims or len(self._claims) >= limits.MAX_CLAIMS or not isinstance(greeting, str):
+        is_too_many = len(self._claims) >= limits.MAX_CLAIMS or len(self._tasks) >= limits.MAX_CLAIM_TASKS
+        if number in self._claims or is_too_many or not isinstance(greeting, str):
             return  # the server breaks its own rules; the claim ends by itself
         try:
             decoded = base64.b64decode(greeting, validate=True)
         except (binascii.Error, ValueError):
             decoded = b""
         claim = self._claims[number] = _Claim(number=number)
-        claim.task = asyncio.create_task(self._answer(claim, decoded), name="claim")
+        task = asyncio.create_task(self._answer(claim, decoded), name="claim")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, claim: _Claim, greeting: bytes) -> None:
         try:
             async with asyncio.timeout(limits.CLAIM_SECONDS):
                 paired = await self._exchange(claim, greeting)
-        except (TimeoutError, _Gone):
+        except TimeoutError:
             await self._refuse(claim, None)
+        except _Gone:
+            pass
         except SignalingUnreachable:
             pass  # `_run` hears of it too
         except WrongCode as error:
@@ -280,8 +285,7 @@ class Room:
             await self._socket.say("seat", claim=claim.number)
 
     async def _end_claims(self) -> None:
-        claims = list(self._claims.values())
-        tasks = [claim.task for claim in claims if claim.task is not None and claim.task is not asyncio.current_task()]
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

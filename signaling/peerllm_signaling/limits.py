@@ -44,11 +44,16 @@ MAX_SEATS = 15
 # --- Claims -------------------------------------------------------------------------------------------------
 MAX_CLAIMS = 8
 """Claims on one room under way at once."""
-MAX_WAITING_CLAIMS = 32
-"""Claims on one room that wait for one of these places."""
+MAX_WAITING_CLAIMS = 8
+"""Claims on one room that wait for one of these places. A longer line would only make an honest claimer wait longer
+behind those who say nothing; one that finds it full tries again."""
 CLAIM_SECONDS = 10.0
 CLAIM_SILENT_SECONDS = 1.0
 """A claimer whose turn it is to speak gives its place to one who waits after so long."""
+CLAIM_SILENT_CROWDED_SECONDS = 0.5
+"""The same when the line is full. An honest claimer needs a round trip and 20 ms."""
+MAX_SILENT_GROUPS = 256
+"""Addresses that were silent, remembered for each room."""
 MAX_CLAIM_MESSAGES = 4
 """Messages of each side in one claim: the exchange needs three of the claimer, two of the opener."""
 

@@ -43,6 +43,8 @@ class Room:
     next_claim: int = 1
     claims: dict[int, Claim] = field(default_factory=dict)
     waiting: deque[Claim] = field(default_factory=deque)
+    silent_groups: set[str] = field(default_factory=set)
+    """Addresses that held a place here and said nothing: they come after all others."""
 
 
 class Rooms:
@@ -162,13 +164,22 @@ class Rooms:
         claim = Claim(line, room, greeting, now + limits.CLAIM_SECONDS)
         if len(room.claims) < limits.MAX_CLAIMS:
             self._activate(claim)
-        elif len(room.waiting) < limits.MAX_WAITING_CLAIMS:
+        else:
+            if len(room.waiting) >= limits.MAX_WAITING_CLAIMS:
+                self._make_way(room, line.group)
             room.waiting.append(claim)
             self._contended[room.number] = room
-        else:
-            raise Refused("room_busy")
         self._claims[claim] = None
         return claim
+
+    def _make_way(self, room: Room, group: str) -> None:
+        """For an address that was not silent here yet, one that was leaves the line."""
+        if group not in room.silent_groups:
+            for other in reversed(room.waiting):
+                if other.line.group in room.silent_groups:
+                    self._end(other, "room_busy")
+                    return
+        raise Refused("room_busy")
 
     def _activate(self, claim: Claim) -> None:
         room = claim.room
@@ -223,10 +234,11 @@ class Rooms:
             self._fill(room)
 
     def _fill(self, room: Room) -> None:
-        """Gives free places to those who wait: first to addresses that hold the fewest places."""
+        """Gives free places to those who wait: first to addresses that were not silent, and that hold the fewest."""
         while room.waiting and room.seats and room.line is not None and len(room.claims) < limits.MAX_CLAIMS:
             held = Counter(claim.line.group for claim in room.claims.values())
-            claim = min(room.waiting, key=lambda each: held[each.line.group])  # min keeps the order of arrival
+            # min keeps the order of arrival among equals
+            claim = min(room.waiting, key=lambda each: (each.line.group in room.silent_groups, held[each.line.group]))
             room.waiting.remove(claim)
             self._activate(claim)
         if not room.waiting:
@@ -239,10 +251,7 @@ class Rooms:
         while self._claims and (claim := next(iter(self._claims))).deadline <= now:
             self._end(claim, "claim_expired")
         for room in list(self._contended.values()):
-            for claim in list(room.claims.values()):
-                since = claim.silent_since
-                if room.waiting and since is not None and now - since >= limits.CLAIM_SILENT_SECONDS:
-                    self._end(claim, "claim_expired")
+            self._end_silent(room, now)
         while self._unpaired and (room := next(iter(self._unpaired.values()))).deadline <= now:
             self._expire(room)
         while self._absent:
@@ -250,6 +259,18 @@ class Rooms:
             if deadline > now:
                 break
             self.close(room, "room_closed")
+
+    def _end_silent(self, room: Room, now: float) -> None:
+        is_full = len(room.waiting) >= limits.MAX_WAITING_CLAIMS
+        patience = limits.CLAIM_SILENT_CROWDED_SECONDS if is_full else limits.CLAIM_SILENT_SECONDS
+        for claim in list(room.claims.values()):
+            group, since = claim.line.group, claim.silent_since
+            if not room.waiting or since is None:
+                continue
+            if now - since >= (0.0 if group in room.silent_groups else patience):
+                if len(room.silent_groups) < limits.MAX_SILENT_GROUPS:
+                    room.silent_groups.add(group)
+                self._end(claim, "claim_expired")
 
     def _expire(self, room: Room) -> None:
         line = room.line

@@ -107,6 +107,28 @@ def test_places_go_first_to_addresses_that_hold_none(board: Board) -> None:
     assert (9).to_bytes(4) + b"said by the one" in opener.line.received
 
 
+def test_an_address_that_was_silent_comes_after_all_others(board: Board) -> None:
+    opener = board.client()
+    room = opener.open()
+    for index in range(limits.MAX_CLAIMS):
+        board.client(f"silent {index}").claim(room)
+    for claim in claims_shown(opener):
+        opener.send(claim.to_bytes(4) + b"answer")
+    waiting = [board.client(f"silent {index % 8}").claim(room) for index in range(limits.MAX_WAITING_CLAIMS)]
+    board.pass_time(limits.CLAIM_SILENT_CROWDED_SECONDS + 0.3)  # now they are known
+    waiting += [board.client(f"silent {index}").claim(room) for index in range(8)]
+    assert {client.errors[0] for client in waiting if client.errors} == set()
+    opener.take()
+    honest = board.client("honest").claim(room)  # the line is full: one of the silent makes way
+    assert honest.errors == []
+    assert [client.errors for client in waiting].count(["room_busy"]) == 1
+    for claim in range(9, 17):
+        opener.send(claim.to_bytes(4) + b"answer")
+    board.pass_time(limits.CLAIM_SILENT_CROWDED_SECONDS + 0.3)
+    honest.send(b"spoken")
+    assert honest.line.dropped is None  # it has a place, before all who came earlier
+
+
 def test_the_line_of_those_who_wait_is_bounded(board: Board) -> None:
     opener = board.client()
     room = opener.open()
