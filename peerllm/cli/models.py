@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from peerllm.cli.client import Client, socket_path
 from peerllm.cli.progress import Progress, Waiting
-from peerllm.cli.terminal import printable
+from peerllm.cli.terminal import printable, size
 from peerllm.protocol.errors import SocketError
 from peerllm.protocol.requests import ModelInfo
 
@@ -41,10 +41,16 @@ def lines(cached: Iterable[ModelInfo], served: set[str]) -> list[str]:
     return shown or ["No models in the cache. 'peerllm up --model HUB_ID' fetches one."]
 
 
-def _line(name: str, details: Any, is_served: bool) -> str:
-    facts = [f"{key} {value}" for key, value in details.items()]
+def _line(name: str, details: Mapping[str, Any], is_served: bool) -> str:
+    facts = []
+    if details.get("layers"):
+        facts.append(f"{details['layers']} layers")
+    if details.get("bytes"):
+        facts.append(size(details["bytes"]))
     if is_served:
         facts.append("served now")
+    if details.get("folder"):
+        facts.append(str(details["folder"]))
     return printable(f"{name}  {', '.join(facts)}".rstrip())
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from peerllm.cli.client import Client, socket_path
-from peerllm.cli.terminal import printable
+from peerllm.cli.terminal import printable, size
 
 _PARTS = {
     "draft": "draft",
@@ -87,7 +87,7 @@ def _link(link: dict[str, Any]) -> Iterator[Line]:
     if rtt is not None:
         parts.append(f"round trip {rtt:.1f} ms")
     parts.append(f"epoch {link.get('epoch')}")
-    parts.append(f"sent {_size(link.get('bytes_sent'))}, received {_size(link.get('bytes_received'))}")
+    parts.append(f"sent {size(link.get('bytes_sent') or 0)}, received {size(link.get('bytes_received') or 0)}")
     parts.append(f"{link.get('retransmitted', 0)} packets sent again")
     yield "link", ", ".join(parts)
 
@@ -119,12 +119,3 @@ def _ledger(ledger: dict[str, Any]) -> Iterator[Line]:
     times = [f"{words} {medians[part]:.1f}" for part, words in _PARTS.items() if medians.get(part) is not None]
     if times:
         yield "median ms", ", ".join(times)
-
-
-def _size(count: int | None) -> str:
-    size = float(count or 0)
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} GB"

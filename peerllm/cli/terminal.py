@@ -1,4 +1,4 @@
-"""Text for a terminal that is not ours: models and peers say what they like, terminals obey control characters."""
+"""What is shown on a terminal: text that is not ours, which must not steer it, and sizes for people."""
 
 from __future__ import annotations
 
@@ -8,5 +8,16 @@ _CONTROLS[ord("\r")] = ""
 
 
 def printable(text: str) -> str:
-    """`text` with control characters (C0, C1, escape sequences' first bytes) made visible; line ends and tabs stay."""
+    """`text` with control characters (C0, C1, escape sequences' first bytes) made visible; line ends and tabs stay.
+    Models and peers say what they like, and terminals obey control characters."""
     return text.translate(_CONTROLS)
+
+
+def size(count: int) -> str:
+    """Bytes in words: 512 B, 1.2 kB, 538.1 MB."""
+    value = float(count)
+    for unit in ("B", "kB", "MB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} GB"

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from peerllm.cli.progress import Progress, Waiting
-from peerllm.cli.terminal import printable
+from peerllm.cli.terminal import printable, size
 
 
 class Screen(io.StringIO):
@@ -123,3 +123,11 @@ def test_printable_keeps_text_and_shows_controls() -> None:
     assert printable("a\r\nb") == "a\nb"
     for control in ("\x1b", "\x07", "\x08", "\x7f", "\x9b", "\x00"):
         assert printable(control) == "\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (538_100_000, "538.1 MB"), (15_200_000_000, "15.2 GB")],
+)
+def test_sizes_are_for_people(count: int, words: str) -> None:
+    assert size(count) == words

@@ -68,17 +68,17 @@ def test_the_cause_of_bad_health_is_shown_and_cannot_steer_the_terminal() -> Non
 
 
 CACHED = [
-    ModelInfo(name="tiny", context_length=64, details={"layers": 4}),
-    ModelInfo(name="other", details={"layers": 8, "bytes": 5}),
+    ModelInfo(name="tiny", context_length=64, details={"layers": "2 of 4", "revision": None}),
+    ModelInfo(name="other", details={"layers": "8", "bytes": 538_100_000, "folder": "/models/other"}),
 ]
 
 
 def test_models_lists_the_cache_and_what_is_served() -> None:
     shown = models_lines(CACHED, {"tiny", "a folder"})
-    assert [line.split() for line in shown] == [
-        ["tiny", "layers", "4,", "served", "now"],
-        ["other", "layers", "8,", "bytes", "5"],
-        ["a", "folder", "served", "now"],
+    assert shown == [
+        "tiny  2 of 4 layers, served now",
+        "other  8 layers, 538.1 MB, /models/other",
+        "a folder  served now",
     ]
 
 
