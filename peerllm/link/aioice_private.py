@@ -111,10 +111,15 @@ class IceConnection(aioice.Connection):  # type: ignore[misc]
         """Binds the host addresses; returns their candidates. Takes no time worth mentioning."""
         loop = asyncio.get_running_loop()
         for address in self._addresses:
+            binding = loop.create_task(
+                loop.create_datagram_endpoint(lambda: IceProtocol(self), local_addr=(address, 0))
+            )
             try:
-                transport, protocol = await loop.create_datagram_endpoint(
-                    lambda: IceProtocol(self), local_addr=(address, 0)
-                )
+                transport, protocol = await asyncio.shield(binding)
+            except asyncio.CancelledError:
+                # Cancelled inside, uvloop would keep a socket that nobody holds, and wait for it when it is closed.
+                (await binding)[0].close()
+                raise
             except OSError as error:
                 log.debug("ice.cannot_bind", error=error.strerror)
                 continue

@@ -100,8 +100,9 @@ class Side:
 class Pair:
     """`left` controls."""
 
-    def __init__(self, config: LinkConfig | None = None, **options: Any) -> None:
-        self.config = config or LinkConfig(loopback=True, **options)
+    def __init__(self, *, right: LinkConfig | None = None, **options: Any) -> None:
+        self.config = LinkConfig(loopback=True, **options)
+        self.right_config = right or self.config
         self.room = MemoryRoom()
         self.left = self.make_side("left")
         self.right = self.make_side("right")
@@ -111,7 +112,10 @@ class Pair:
         local, remote = ids if name == "left" else ids[::-1]
         hellos: list[bytes] = []
         link = Link(
-            MemorySeat(self.room, local, remote), self.config, lambda: b"hello of " + name.encode(), hellos.append
+            MemorySeat(self.room, local, remote),
+            self.config if name == "left" else self.right_config,
+            lambda: b"hello of " + name.encode(),
+            hellos.append,
         )
         side = Side(link, hellos=hellos)
         link.on_state = side.states.append

@@ -171,3 +171,40 @@ async def test_a_callback_that_raises_harms_nobody(pair: Pair) -> None:
     await pair.left.link.send(b"still here")
     async with asyncio.timeout(SECONDS):
         assert await pair.right.link.receive() == b"still here"
+
+
+async def test_closing_in_the_middle_of_connecting_leaves_nothing_behind() -> None:
+    for index in range(60):
+        pair = Pair()
+        starting = asyncio.gather(pair.left.link.start(), pair.right.link.start(), return_exceptions=True)
+        for _ in range(index):  # a little further each time, until it is UP
+            await asyncio.sleep(0)
+        async with asyncio.timeout(limits.LINK_CLOSE_SECONDS + 1):
+            await pair.close()
+        async with asyncio.timeout(SECONDS):
+            await starting
+
+
+async def test_many_small_messages_a_second_do_not_pile_up() -> None:
+    pair = Pair(added_rtt_ms=40)
+    try:
+        await pair.start()
+        loop = asyncio.get_running_loop()
+        took: list[float] = []
+
+        async def echo() -> None:
+            while True:
+                await pair.right.link.send(await pair.right.link.receive())
+
+        echoing = asyncio.create_task(echo())
+        async with asyncio.timeout(SECONDS):
+            for _ in range(60):
+                begun = loop.time()
+                await pair.left.link.send(bytes(200))
+                await pair.left.link.receive()
+                took.append(loop.time() - begun)
+        echoing.cancel()
+        assert sorted(took)[30] < 0.08  # one round trip; two would be two
+        assert pair.left.link.stats().retransmitted <= 3
+    finally:
+        await pair.close()

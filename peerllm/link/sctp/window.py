@@ -42,7 +42,7 @@ class Window:
         self.train_rate = 0.0
         self._bases: deque[tuple[float, float]] = deque()
         self._is_starting = True
-        self._round_end = 0.0
+        self._round_end: float | None = None
         self._round_rtt: float | None = None
         self._round_delivered = 0
         self._round_lost = 0
@@ -86,7 +86,12 @@ class Window:
         self._measure_train(now)
         if in_flight == 0:
             self._train.clear()
-        if now >= self._round_end:
+        if self._is_starting and self._was_limited and self.base is not None:
+            # The train tells at once what doubling would find out in several round trips, without its overshoot.
+            self._set(max(self.size, self.train_rate * self.base))
+        if self._round_end is None:
+            self._round_end = now + (self.smoothed or 0.0)
+        elif now >= self._round_end:
             self._end_round(now)
 
     def _measure_train(self, now: float) -> None:
@@ -125,9 +130,8 @@ class Window:
         if self._is_starting:
             if queueing * self.size / base > alpha:
                 self._is_starting = False
-            elif was_limited:
-                # Doubling would overshoot by a whole window where a train has told the rate.
-                target = max(target, self.train_rate * base if self.train_rate else 2 * self.size)
+            elif was_limited and not self.train_rate:
+                target = max(target, 2 * self.size)
         if target < self.size or was_limited:
             self._set(min(target, 2 * self.size) if not self._is_starting else target)
         self._maybe_drain(was_limited, now)

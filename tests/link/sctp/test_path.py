@@ -1,0 +1,150 @@
+"""Both halves over a simulated path: no clock but the simulation's, so that figures are the same on every machine.
+
+The path has 80 ms; figures are multiples of it. `tests/lab` measures the same on real sockets.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from peerllm.protocol import limits
+from tests.link.sctp.path import Path, Queue, Simulation, quantile
+
+MBIT = 125_000.0
+
+
+def transfer(path: Path, size: int, *, begin: float = 0.0, slice_bytes: int = 16_384) -> None:
+    """Keeps `size` bytes coming from the left, a slice at a time, as a link does."""
+    left = [size]
+    send = path.left.poll
+
+    def poll() -> None:
+        send()
+        while left[0] > 0 and path.left.association.sender.queued_bytes < 2_400:
+            left[0] -= slice_bytes
+            path.left.association.sender.put(0, 53, bytes(slice_bytes), ordered=False)
+            send()
+
+    path.left.poll = poll  # type: ignore[method-assign]
+    path.simulation.at(begin, poll)
+
+
+def received(path: Path) -> int:
+    return sum(len(message) for _, message in path.right.messages)
+
+
+@pytest.mark.parametrize(
+    ("size", "p50", "p99"), [(16, 1.01, 1.02), (16_000, 1.08, 1.3), (64_000, 1.2, 1.5), (200_000, 1.5, 2.1)]
+)
+def test_a_block_takes_one_round_trip_on_a_clean_path(size: int, p50: float, p99: float) -> None:
+    first, *took = Path().echo(size, 100)
+    assert first <= 2.5  # nothing is known of the path yet
+    assert quantile(took, 0.5) <= p50
+    assert quantile(took, 0.99) <= p99
+
+
+@pytest.mark.parametrize(("size", "p50", "p95"), [(16_000, 1.2, 2.3), (64_000, 1.3, 2.5), (200_000, 2.6, 4.0)])
+def test_a_lost_packet_costs_about_one_more_round_trip(size: int, p50: float, p95: float) -> None:
+    took = Path(loss=0.005, jitter=0.001).echo(size, 200)
+    assert quantile(took, 0.5) <= p50
+    assert quantile(took, 0.95) <= p95
+
+
+@pytest.mark.parametrize(("size", "p50"), [(16_000, 1.2), (64_000, 1.5), (200_000, 2.4)])
+def test_a_bottleneck_costs_its_own_time_and_no_more(size: int, p50: float) -> None:
+    path = Path(rate=20 * MBIT, buffer_seconds=0.1)
+    assert quantile(path.echo(size, 100), 0.5) <= p50
+    assert path.left.association.sender.retransmitted == 0
+
+
+@pytest.mark.parametrize("buffer_seconds", [0.1, 1.0])
+@pytest.mark.parametrize(("rate", "share"), [(20 * MBIT, 0.85), (2 * MBIT, 0.8)])
+def test_a_bulk_transfer_fills_the_bottleneck_without_a_queue(rate: float, share: float, buffer_seconds: float) -> None:
+    path = Path(rate=rate, buffer_seconds=buffer_seconds)
+    size = int(rate * 8)
+    transfer(path, size)
+    path.simulation.run(60, lambda: received(path) >= size)
+    assert received(path) >= size
+    assert size / path.simulation.now >= share * rate
+    sender = path.left.association.sender
+    assert sender.retransmitted <= 0.05 * path.left.way.packets
+    queue = path.queues[0].waits if path.queues else []
+    assert quantile(queue, 0.95) <= (0.04 if rate > 5 * MBIT else 0.1)
+
+
+def test_two_flows_share_a_bottleneck() -> None:
+    simulation, rate = Simulation(), 20 * MBIT
+    queues = Queue(simulation, rate, rate), Queue(simulation, rate, rate)
+    flows = [Path(rate=rate, simulation=simulation, queues=queues, seed=seed) for seed in (1, 50)]
+    for begin, flow in enumerate(flows):
+        transfer(flow, 1 << 30, begin=2.0 * begin)
+    simulation.run(6.0)
+    before = [received(flow) for flow in flows]
+    simulation.run(14.0)
+    shares = sorted(received(flow) - known for flow, known in zip(flows, before, strict=True))
+    assert shares[1] <= 2 * shares[0]
+
+
+def test_a_block_passes_while_a_third_is_lost() -> None:
+    path = Path(loss=0.3, jitter=0.001, seed=5)
+    took = path.echo(64_000, 10)
+    assert max(took) * path.rtt < 20
+
+
+def test_a_cut_ends_with_the_first_packet_that_passes() -> None:
+    path = Path()
+    path.echo(64_000, 3)
+    for way in (path.left.way, path.right.way):
+        way.is_cut = True
+    known = len(path.left.messages)
+    path.left.send(bytes(64_000))
+    path.simulation.run(path.simulation.now + 2.0)
+    for way in (path.left.way, path.right.way):
+        way.is_cut = False
+    restored = path.simulation.now
+    path.simulation.at(restored + 0.5, lambda: path.left.send(b"ping"))
+    path.simulation.run(restored + 10, lambda: len(path.left.messages) > known)
+    assert path.simulation.now - restored < 1.2
+
+
+def test_a_longer_way_does_not_look_like_loss() -> None:
+    path = Path()
+    path.echo(64_000, 5)
+    sent = path.left.association.sender.retransmitted
+    path.left.way.delay = path.right.way.delay = 0.06
+    path.echo(64_000, 5)
+    assert path.left.association.sender.retransmitted - sent <= 4
+
+
+def test_reordering_beyond_the_window_widens_it() -> None:
+    path = Path(jitter=0.03)
+    path.echo(64_000, 40)
+    sender = path.left.association.sender
+    early, packets = sender.retransmitted, path.left.way.packets
+    path.echo(64_000, 40)
+    assert sender.retransmitted - early < 0.1 * (path.left.way.packets - packets)
+
+
+def test_the_window_never_falls_below_its_floor_nor_rises_above_its_ceiling() -> None:
+    path = Path(loss=0.5, seed=3)
+    path.echo(16_000, 5)
+    assert path.left.association.sender.window.size >= limits.SCTP_MIN_PACKETS * 1_200
+    fast = Path(rtt=0.3)
+    fast.echo(250_000, 30)
+    assert fast.left.association.sender.window.size <= limits.SCTP_MAX_WINDOW_BYTES
+
+
+def test_what_was_sent_arrives_once_whatever_the_path_does() -> None:
+    choose = random.Random(11)
+    for seed in range(8):
+        path = Path(loss=0.05, jitter=choose.choice((0, 0.01)), rate=choose.choice((None, 5 * MBIT)), seed=seed)
+        sent = [choose.randbytes(choose.choice((1, 100, 5_000, 60_000))) for _ in range(30)]
+        for message in sent:
+            path.left.send(message, ordered=True)
+        path.simulation.run(120, lambda path=path: len(path.right.messages) >= 30)
+        path.simulation.run(path.simulation.now + 5)
+        assert [message for _, message in path.right.messages] == sent
+        assert path.left.association.sender.in_flight == 0
+        assert path.left.association.next_timer is None
