@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
 import random
 import time
 from collections.abc import Callable
@@ -26,7 +27,7 @@ class RoomClient:
     """Rooms on one signaling server, with the keys of one state directory.
 
     Args:
-        insecure: allow `ws://` to servers that are not on this machine.
+        insecure: allow `ws://` to servers that are not on this machine, as PEERLLM_INSECURE=1 does.
         clock: Unix time; tests give their own.
     """
 
@@ -41,7 +42,7 @@ class RoomClient:
         self.signaling_url = signaling_url
         self.store = keys.KeyStore(state_dir)
         self.versions = wire.VERSIONS
-        self._insecure = insecure
+        self._insecure = insecure or os.environ.get("PEERLLM_INSECURE") == "1"
         self._clock = clock
 
     async def open(self, *, seats: int = 1, on_guess: Callable[[int, int], None] | None = None) -> Room:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Callable
@@ -132,6 +133,13 @@ class SeatedPeer:
         """To be called when the link is suspect: the connection to the signaling server is probed at once, and replaced
         by a fresh one unless it answers within SIGNALING_PROBE_SECONDS. The fresh one evicts the old."""
         self._suspicion.set()
+
+    async def renew_turn(self) -> None:
+        """Asks for fresh TURN credentials; `ice_servers` has them as soon as they come. Without an answer if the server
+        offers none."""
+        if self._can_talk and self._socket is not None:
+            with contextlib.suppress(SignalingUnreachable):
+                await self._socket.say("turn")
 
     async def introduce(self, found: Attempt, introduction: Introduction) -> None:
         """Tells the peer of a further one, sealed in an attempt."""

@@ -180,9 +180,10 @@ def check_url(url: str, *, insecure: bool = False) -> URL:
         raise SignalingUnreachable(f"{url!r} is not the address of a signaling server: {error}.") from error
     if parsed.scheme not in ("ws", "wss") or not host:
         raise SignalingUnreachable(f"{url!r} is not the address of a signaling server, such as wss://example.org.")
-    if not is_loopback(host):
+    if parsed.scheme == "ws" and not insecure and not is_loopback(host):
         raise SignalingUnreachable(
-            f"{host} is not this machine. This release uses signaling servers on loopback alone; later ones use others."
+            f"{host} is not this machine, and ws:// is not encrypted: anyone on the way could see who meets whom. Use "
+            f"wss://, or allow it with --insecure (or PEERLLM_INSECURE=1)."
         )
     return parsed.with_path(parsed.path.rstrip("/") + _PATH) if not parsed.path.endswith(_PATH) else parsed
 
