@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peerllm.cli.client import socket_path
+from peerllm.cli.terminal import printable
 from peerllm.protocol.errors import BadRequest, PeerllmError
 
 if TYPE_CHECKING:
@@ -122,18 +123,18 @@ class Terminal:
         elif isinstance(notice, events.Serving):
             role = "drafts" if notice.is_drafting else "verifies"
             print(
-                f"Ready: {notice.model}, layers {notice.layers} of {notice.all_layers} here, context {notice.context}; "
-                f"this peer {role}."
+                f"Ready: {printable(notice.model)}, layers {notice.layers} of {notice.all_layers} here, "
+                f"context {notice.context}; this peer {role}."
             )
             print(f'Ask: peerllm ask "…" --socket {self._config.socket}', flush=True)
         elif isinstance(notice, events.Trouble):
-            print(notice.message, file=sys.stderr, flush=True)
+            print(printable(notice.message), file=sys.stderr, flush=True)
 
     async def may_download(self, question: str) -> bool:
         self._progress.done()
         if not sys.stdin.isatty():
             return False
-        print(f"{question}\nDownload it? [y/N] ", end="", flush=True)
+        print(f"{printable(question)}\nDownload it? [y/N] ", end="", flush=True)
         return (await _typed_line()).strip().lower() in ("y", "yes")
 
 
@@ -160,6 +161,6 @@ def run_daemon(args: argparse.Namespace, config: DaemonConfig) -> int:
     try:
         uvloop.run(run(config, Terminal(config)))
     except PeerllmError as error:
-        print(f"peerllm: {error.message}", file=sys.stderr)
+        print(f"peerllm: {printable(error.message)}", file=sys.stderr)
         return 1
     return 0

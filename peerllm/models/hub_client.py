@@ -178,7 +178,7 @@ def _errors_of_hub(model: str) -> Iterator[None]:
         raise ModelError(f"{where} failed with {model}: {_first_line(error)}; try again later") from error
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, http_error) as error:  # type: ignore[misc]
         raise ModelNotFound(
-            f"{model} is not on this machine, not all of it, and {where} cannot be reached or broke off: "
+            f"{model} is not on this machine, or not all of it, and {where} cannot be reached or broke off: "
             f"{_first_line(error)}"
         ) from error
     except (errors.NotASafetensorsRepoError, errors.SafetensorsParsingError) as error:

@@ -1,4 +1,4 @@
-"""The question before a download, at a terminal (a pty) and without one."""
+"""What the person at the daemon's terminal (a pty) is told and asked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import pytest
 import uvloop
 
 from peerllm.cli.daemon_options import Terminal
+from peerllm.daemon import events
 from peerllm.daemon.config import DaemonConfig
+from peerllm.protocol.identity import LayerRange
 
 QUESTION = "1.20 GB of someone/model are not on this machine"
 
@@ -61,3 +63,17 @@ def test_without_a_terminal_nobody_is_asked(person: Terminal, capsys: pytest.Cap
         patch.setattr(sys, "stdin", nothing)
         assert uvloop.run(person.may_download(QUESTION)) is False
     assert QUESTION not in capsys.readouterr().out
+
+
+def test_what_the_other_peer_says_cannot_steer_the_terminal(
+    person: Terminal, keyboard: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = "someone/\x1b[2Jmodel"
+    person.tell(events.Serving(hostile, LayerRange(0, 2), 4, is_drafting=True, context=64))
+    person.tell(events.Trouble(hostile))
+    os.write(keyboard, b"n\n")
+    uvloop.run(person.may_download(hostile))
+    said = capsys.readouterr()
+    shown = said.out + said.err
+    assert shown.count("someone/\N{REPLACEMENT CHARACTER}[2Jmodel") == 3
+    assert "\x1b" not in shown
