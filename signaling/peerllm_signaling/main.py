@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import resource
 import signal
 import ssl
 import sys
@@ -63,6 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     log.configure(options.log_level)
+    _allow_many_connections()
     try:
         return asyncio.run(_run(config))
     except OSError as error:
@@ -77,6 +80,13 @@ def _tls(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.load_cert_chain(cert, key)
     return context
+
+
+def _allow_many_connections() -> None:
+    """Raises the soft limit of open files to the hard one: each connection takes one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _run(config: ServerConfig) -> int:
