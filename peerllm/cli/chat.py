@@ -9,7 +9,7 @@ import sys
 from peerllm.cli.answering import Reply, add_sampling_arguments, chat_body, stream_answer
 from peerllm.cli.client import Client, socket_path
 from peerllm.cli.terminal import printable
-from peerllm.protocol.errors import PeerllmError
+from peerllm.protocol.errors import ContextTooLong, PeerllmError
 
 _HELP = """\
 /new    forget the conversation and begin again
@@ -78,7 +78,8 @@ def _turn(client: Client, args: argparse.Namespace, messages: list[dict[str, str
         end = " [stopped]"
     except PeerllmError as error:
         end = ""
-        print(f"peerllm: {printable(error.message)}", file=sys.stderr)
+        hint = " /new begins again." if isinstance(error, ContextTooLong) else ""
+        print(f"peerllm: {printable(error.message)}{hint}", file=sys.stderr)
     if reply.text:
         messages += [question, {"role": "assistant", "content": reply.text}]
     print(end, flush=True)

@@ -16,7 +16,7 @@ from peerllm.api import Server, serve
 from peerllm.protocol import limits
 from peerllm.protocol.requests import Event, GenerateRequest, ModelInfo, TextDelta
 
-STALL = 0.1
+STALL = 0.3
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -305,7 +305,7 @@ def test_a_long_answer_is_not_taken_for_a_stall(tmp_path: Path) -> None:
             connection(tmp_path / "s") as (reader, writer),
         ):
             writer.write(chat(stream=True))
-            for _ in range(5):
+            for _ in range(3):
                 await reader.readuntil(b": waiting")
             assert not backend.ended.is_set()
 
@@ -376,6 +376,19 @@ def test_a_request_of_just_the_limit_is_read(tmp_path: Path, scripted: Any) -> N
         body += b" " * (limits.MAX_API_BODY_BYTES - len(body))
         async with await serve(backend, tmp_path / "s"), connection(tmp_path / "s") as (reader, writer):
             writer.write(post(body, target="/v1/completions"))
+            assert await answer_head(reader) == 200
+
+    on("asyncio", test)
+
+
+def test_a_client_that_asks_whether_to_send_its_body_is_answered(tmp_path: Path, scripted: Any) -> None:
+    async def test() -> None:
+        body = json.dumps({"prompt": "x"}).encode()
+        async with await serve(scripted(), tmp_path / "s"), connection(tmp_path / "s") as (reader, writer):
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+            writer.write(head.encode() + b"Expect: 100-continue\r\n\r\n")
+            assert await answer_head(reader) == 100
+            writer.write(body)
             assert await answer_head(reader) == 200
 
     on("asyncio", test)

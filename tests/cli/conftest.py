@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from peerllm.api import serve
-from peerllm.protocol.errors import PeerAway
+from peerllm.protocol.errors import ContextTooLong, PeerAway
 from peerllm.protocol.requests import Event, Finished, GenerateRequest, ModelInfo, TextDelta, Usage
 from peerllm.telemetry.ledger import RoundLedger
 
@@ -60,6 +60,8 @@ class Obedient:
         try:
             if prompt == "refuse":
                 raise PeerAway("The other peer is away.")
+            if len(request.messages) > 1 and prompt == "overflow":
+                raise ContextTooLong("The conversation has 65 tokens; the context holds 64.")
             if prompt == "late":
                 await asyncio.sleep(1.3)
             yield TextDelta(text=f"You said {prompt!r}" if prompt.isprintable() else prompt)

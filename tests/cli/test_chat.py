@@ -114,6 +114,12 @@ def test_an_error_ends_the_answer_and_not_the_chat(daemon: Any, terminal: Termin
     assert messages_of(daemon) == [("user", "again")]
 
 
+def test_a_conversation_that_is_too_long_can_begin_again(daemon: Any, peerllm: Any) -> None:
+    result = peerllm("chat", input="one\noverflow\n/new\noverflow\n")
+    assert result.stderr == "peerllm: The conversation has 65 tokens; the context holds 64. /new begins again.\n"
+    assert result.stdout == "You said 'one'.\n\nYou said 'overflow'.\n"
+
+
 def test_without_a_terminal_lines_come_in_and_answers_go_out(daemon: Any, peerllm: Any) -> None:
     result = peerllm("chat", "--system", "Be short.", input="one\n\ntwo\n/exit\nthree\n")
     assert (result.returncode, result.stderr) == (0, "")
