@@ -24,8 +24,9 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 PATHS = ("graph", "fused")
-# Half precision through four layers of width 256, logits of a deviation near 5; measured 0.02.
-TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.06, torch.bfloat16: 0.5}
+REWINDS = 1000
+# Half precision through four layers, logits up to 30 and spread 8 wide; measured 0.10 and 0.8 at most.
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.25, torch.bfloat16: 2.0}
 FAMILIES = {
     "llama": {"hidden": 256, "heads": 8, "kv_heads": 2},
     "qwen2": {"hidden": 256, "heads": 4, "kv_heads": 4},
@@ -49,7 +50,9 @@ def folders(tmp_path_factory):
 
 
 def _engine(folder, layers, path, **options):
-    return Engine.load(folder, layers, devices=("cuda:0",), path=path, **{"dtype": "float16", "context": 256, **options})
+    return Engine.load(
+        folder, layers, devices=("cuda:0",), path=path, **{"dtype": "float16", "context": 256, **options}
+    )
 
 
 def _poison(cache):
@@ -71,11 +74,13 @@ def test_after_1000_random_rewinds_logits_are_those_of_the_modules(folders, fami
     rng = random.Random(11)
     worst, near, differ = 0.0, 0, 0
     length = 0
-    for count in range(1000):
+    for count in range(REWINDS):
         keep = rng.randint(max(0, length - 70), length)
         if keep > 180:
             keep = rng.randrange(40)
-        block = torch.tensor([rng.randrange(300) for _ in range(rng.choice([1, 1, 2, 5, 9, 9, 17, 40, 65]))], device="cuda")
+        block = torch.tensor(
+            [rng.randrange(300) for _ in range(rng.choice([1, 1, 2, 5, 9, 9, 17, 40, 65]))], device="cuda"
+        )
         logits = []
         for engine in (ours, theirs):
             cache = engine._cache
@@ -119,7 +124,9 @@ def test_a_row_is_the_same_bit_for_bit_alone_and_in_any_narrow_block(folders, pa
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("how", [GREEDY, Sampling(temperature=0.8, seed=5), Sampling(temperature=0.8, top_p=0.9, seed=5)])
+@pytest.mark.parametrize(
+    "how", [GREEDY, Sampling(temperature=0.8, seed=5), Sampling(temperature=0.8, top_p=0.9, seed=5)]
+)
 def test_speculative_text_is_that_of_plain_decoding(folders, path, how):
     folder, draft = folders("qwen3")
     options = {"devices": ("cuda:0",), "dtype": "float16", "context": 256, "path": path}

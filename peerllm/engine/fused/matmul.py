@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from peerllm.engine.fused.dependent import dependents_may_start, wait_for_inputs
+from peerllm.engine.fused.dependent import dependents_may_start, prefetch, wait_for_inputs
 
 
 @triton.jit
@@ -35,6 +35,8 @@ def block_matmul(
     sums_in,  # float32 [rows, SUMS_STRIDE]: parts of each row's sum of squares
     sums_out,  # float32 [rows, SUMS_STRIDE]
     out,  # [rows, N]; with a residual it holds it, and is changed in place
+    partial,  # float32 [blocks, PARTS, BLOCK_M, BLOCK_N]
+    arrived,  # int32 [blocks], zero before and after
     rows,
     n,
     n_sums,
@@ -45,21 +47,30 @@ def block_matmul(
     BLOCK_K: tl.constexpr,
     SUMS: tl.constexpr,
     SUMS_STRIDE: tl.constexpr,
+    PARTS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_INT8: tl.constexpr,
     IS_FP32: tl.constexpr,
+    IS_PREFETCHED: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     EVEN_K: tl.constexpr = K % BLOCK_K == 0
     precision: tl.constexpr = "ieee" if IS_FP32 else "tf32"
     dtype = x.dtype.element_ty
     block = tl.program_id(0)
-    offs_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    part = tl.program_id(1)
+    DEPTH: tl.constexpr = (K + BLOCK_K * PARTS - 1) // (BLOCK_K * PARTS) * BLOCK_K
+    offs_m = tl.arange(0, BLOCK_M)
     offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = offs_m < rows
+    if IS_PREFETCHED and PARTS == 1:
+        # Weights depend on no kernel: they come into the L2 cache while the one before this finishes.
+        prefetch(w + block.to(tl.int64) * BLOCK_N * K, BLOCK_N * K, n * K - block * BLOCK_N * K)
+        if IS_GATED:
+            prefetch(w + (n + block * BLOCK_N).to(tl.int64) * K, BLOCK_N * K, n * K - block * BLOCK_N * K)
     wait_for_inputs(IS_DEPENDENT)
     dependents_may_start(IS_DEPENDENT)
     if HAS_NORM:
@@ -73,7 +84,7 @@ def block_matmul(
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     if IS_GATED:
         total_up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, K, BLOCK_K):
+    for start in range(part * DEPTH, tl.minimum(K, (part + 1) * DEPTH), BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
         x_mask = is_row[:, None] if EVEN_K else is_row[:, None] & (offs_k[None, :] < K)
         rows_in = tl.load(x + offs_m[:, None] * K + offs_k[None, :], mask=x_mask, other=0.0)
@@ -89,6 +100,37 @@ def block_matmul(
         if IS_GATED:
             tile_up = _weights(w + n.to(tl.int64) * K, scales, offs_n, offs_k, n, K, K, EVEN_K, dtype)
             total_up = tl.dot(rows_in, tile_up, total_up, input_precision=precision)
+    if PARTS == 1:
+        _finish(
+            total, total_up if IS_GATED else total, scales, bias, sums_out, out, block, offs_m, offs_n, is_row, n,
+            SUMS_STRIDE, HAS_BIAS, HAS_RESIDUAL, IS_GATED, IS_INT8, dtype,
+        )  # fmt: skip
+    else:
+        # The parts are added in their order by whichever program comes last, so the order of arrival changes nothing.
+        tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        place = partial + block * PARTS * BLOCK_M * BLOCK_N + tile
+        tl.store(place + part * BLOCK_M * BLOCK_N, total, mask=is_row[:, None])
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived + block, 1, sem="acq_rel")
+        if before == PARTS - 1:
+            tl.store(arrived + block, 0)
+            total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            for each in tl.static_range(PARTS):
+                total += tl.load(
+                    place + each * BLOCK_M * BLOCK_N, mask=is_row[:, None], other=0.0, cache_modifier=".cg"
+                )
+            _finish(
+                total, total, scales, bias, sums_out, out, block, offs_m, offs_n, is_row, n,
+                SUMS_STRIDE, HAS_BIAS, HAS_RESIDUAL, IS_GATED, IS_INT8, dtype,
+            )  # fmt: skip
+
+
+@triton.jit
+def _finish(
+    total, total_up, scales, bias, sums_out, out, block, offs_m, offs_n, is_row, n,
+    SUMS_STRIDE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_GATED: tl.constexpr,
+    IS_INT8: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
     is_column = offs_n < n
     mask = is_row[:, None] & is_column[None, :]
     place = out + offs_m[:, None].to(tl.int64) * n + offs_n[None, :]
