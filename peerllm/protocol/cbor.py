@@ -78,7 +78,8 @@ class _Decoder:
         if kind == _NEGATIVE:
             return -1 - argument
         if kind == _BYTES:
-            return self._data[self._take(argument)]
+            start = self._at
+            return self._data[start : self._take(argument)]
         if kind == _TEXT:
             return self._text(argument)
         if kind == _SIMPLE:
@@ -112,23 +113,26 @@ class _Decoder:
         argument: int = form.unpack_from(data, at + 1)[0]
         return kind, low, argument
 
-    def _take(self, length: int) -> slice:
-        start, end = self._at, self._at + length
+    def _take(self, length: int) -> int:
+        """Steps over so many bytes; gives their end."""
+        end = self._at + length
         if end > len(self._data):
             raise ProtocolError("CBOR that is cut short")
         self._at = end
-        return slice(start, end)
+        return end
 
     def _text(self, length: int) -> str:
-        place = self._take(length)
-        if length > _LONG_TEXT_BYTES:  # looked at first: it could take four times its length
-            self._charge(length * _width(self._data, place.start, place.stop))
+        start = self._at
+        end = self._take(length)
         try:
-            text = str(memoryview(self._data)[place], "utf-8")
+            if length <= _LONG_TEXT_BYTES:
+                text = self._data[start:end].decode()
+                self._charge(sys.getsizeof(text))
+            else:  # looked at first: it could take four times its length
+                self._charge(length * _width(self._data, start, end))
+                text = str(memoryview(self._data)[start:end], "utf-8")
         except UnicodeDecodeError:
             raise ProtocolError("CBOR text that is not UTF-8") from None
-        if length <= _LONG_TEXT_BYTES:
-            self._charge(sys.getsizeof(text))
         return text
 
     def _charge(self, size: int) -> None:

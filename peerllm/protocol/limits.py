@@ -113,6 +113,9 @@ MAX_CLAIMS = 8
 """Claims on one room that are answered at once, whatever the signaling server passes on."""
 MAX_CLAIM_TASKS = 4 * MAX_CLAIMS
 """Those included that are gone and whose arithmetic is not done."""
+SPAKE2_SECONDS = 0.02
+"""The opener's answer to each message of a claim takes so long: several times what the arithmetic needs, so that its
+time says nothing of the words."""
 CLAIM_SECONDS = 10.0
 JOIN_SECONDS = 15.0
 """From the command to a seat or an error that names the cause."""

@@ -136,14 +136,23 @@ class Attempt:
 
 
 class Beginning:
-    """The initiator's handshake. `frame` is what to send."""
+    """The initiator's handshake. `frame` is what to send. `tag` and `ephemeral` are given by tests alone."""
 
-    def __init__(self, static: X25519PrivateKey, remote: X25519PublicKey, epoch: int, versions: Versions) -> None:
-        self.tag = os.urandom(wire.ATTEMPT_BYTES)
+    def __init__(
+        self,
+        static: X25519PrivateKey,
+        remote: X25519PublicKey,
+        epoch: int,
+        versions: Versions,
+        *,
+        tag: bytes | None = None,
+        ephemeral: X25519PrivateKey | None = None,
+    ) -> None:
+        self.tag = tag or os.urandom(wire.ATTEMPT_BYTES)
         self.epoch = epoch
         self._versions = versions
         spoken = wire.pack_range(versions)
-        self._handshake = noise.Initiator(static, remote, _PROLOGUE + self.tag + spoken)
+        self._handshake = noise.Initiator(static, remote, _PROLOGUE + self.tag + spoken, ephemeral)
         first = self._handshake.first_message(cbor.encode(to_map(_First(epoch))))
         self.frame = bytes([wire.BEGIN]) + self.tag + spoken + first
 
@@ -169,9 +178,14 @@ class Beginning:
 
 
 def answer(
-    static: X25519PrivateKey, remote: X25519PublicKey, data: bytes, versions: Versions
+    static: X25519PrivateKey,
+    remote: X25519PublicKey,
+    data: bytes,
+    versions: Versions,
+    *,
+    ephemeral: X25519PrivateKey | None = None,
 ) -> tuple[bytes, bytes, int, noise.Keys]:
-    """The responder's whole handshake: tag, the frame to answer with, epoch, keys.
+    """The responder's whole handshake: tag, the frame to answer with, epoch, keys. `ephemeral` is given by tests alone.
 
     The first message may be a replay. So the attempt counts only once a message under these keys arrives.
 
@@ -181,7 +195,7 @@ def answer(
     """
     tag, spoken, message = wire.split(data, wire.BEGIN, wire.ATTEMPT_BYTES, 4)
     version = versions.common(wire.unpack_range(spoken))
-    handshake = noise.Responder(static, remote, _PROLOGUE + tag + spoken)
+    handshake = noise.Responder(static, remote, _PROLOGUE + tag + spoken, ephemeral)
     try:
         payload = handshake.take_first(message)
     except ProtocolError as error:

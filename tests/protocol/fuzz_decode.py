@@ -32,10 +32,10 @@ class Counted:
 
 
 def attempt(data: bytes) -> float:
-    begun = time.perf_counter()
+    begun = time.thread_time()
     with contextlib.suppress(ProtocolError):
         decode_message(data)
-    return time.perf_counter() - begun
+    return time.thread_time() - begun
 
 
 def one_input(data: bytes) -> None:

@@ -23,7 +23,7 @@ from peerllm.protocol.messages import Message, decode_message
 
 MAX_SECONDS = 0.010
 MAX_ALLOCATED = 4 * limits.MIB
-FUZZ_INPUTS = int(os.environ.get("PEERLLM_FUZZ_INPUTS", "2000"))
+FUZZ_INPUTS = int(os.environ.get("PEERLLM_FUZZ_INPUTS", "1000"))
 """`PEERLLM_FUZZ_INPUTS=1000000 pytest tests/protocol/test_cbor.py -k fuzz` is the long run."""
 
 plain = st.recursive(
@@ -50,15 +50,15 @@ def attempt(data: bytes) -> Any:
 
 
 def cost(data: bytes) -> tuple[float, int]:
-    """Seconds (the best of five: others use this machine too) and peak bytes of decoding `data`."""
+    """Processor seconds (the best of five: others use this machine too) and peak bytes of decoding `data`."""
     seconds = math.inf
     gc.collect()
     gc.disable()
     try:
         for _ in range(5):
-            begun = time.perf_counter()
+            begun = time.thread_time()
             attempt(data)
-            seconds = min(seconds, time.perf_counter() - begun)
+            seconds = min(seconds, time.thread_time() - begun)
         tracemalloc.start()
         before = tracemalloc.get_traced_memory()[0]
         tracemalloc.reset_peak()
@@ -199,10 +199,10 @@ def nearly_messages(draw: st.DrawFn) -> bytes:
 
 
 def check_any(data: bytes) -> None:
-    begun = time.perf_counter()
+    begun = time.thread_time()
     with contextlib.suppress(ProtocolError):
         decode_message(data)
-    seconds = time.perf_counter() - begun
+    seconds = time.thread_time() - begun
     if seconds >= MAX_SECONDS:  # perhaps the machine was busy: it has to be slow every time
         assert cost(data)[0] < MAX_SECONDS
 
@@ -215,11 +215,11 @@ def test_fuzz_gives_a_message_or_a_protocol_error(data: bytes) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_fuzz_by_mutation_gives_a_message_or_a_protocol_error(seed: int) -> None:
-    """Twenty times as many inputs as hypothesis makes in the time: real messages with bytes changed, cut, doubled."""
+    """Forty times as many inputs as hypothesis makes in the time: real messages with bytes changed, cut, doubled."""
     chance = random.Random(seed)
     corpus = [*(data[:400] for data in HOSTILE.values()), *(cbor.encode(each) for each in EXAMPLES)]
     peak_checked = 0
-    for count in range(FUZZ_INPUTS * 5):
+    for count in range(FUZZ_INPUTS * 10):
         data = bytearray(chance.choice(corpus))
         for _ in range(chance.randint(1, 6)):
             at = chance.randrange(len(data) + 1)

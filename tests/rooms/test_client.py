@@ -182,6 +182,17 @@ async def test_a_peer_that_joins_while_the_opener_comes_back_waits_for_it(
     house.keep(one), house.keep(two)
 
 
+async def test_an_openers_answer_takes_as_long_whatever_it_computes(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SPAKE2_SECONDS", 0.2)
+    room = await house.open(house.client("a"))
+    begun = time.monotonic()
+    with pytest.raises(WrongCode):
+        await house.client("b").join(wrong(room.code))  # a greeting, and a confirmation that is refused
+    assert time.monotonic() - begun >= 0.4
+
+
 async def test_spake2_never_holds_up_the_loop(house: House) -> None:
     longest = 0.0
     is_over = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -208,25 +207,3 @@ def test_a_greeting_that_is_not_peerllms_is_refused() -> None:
     for data in (b"HTTP" + good[4:], good[:4] + b"\x02" + good[5:], good + bytes(600), b""):
         with pytest.raises(ProtocolError):
             ends()[0].take_greeting(data)
-
-
-RECORDING = Path(__file__).parent / "release_1.txt"
-
-
-def fixed_entropy(seed: bytes) -> Callable[[int], bytes]:
-    return lambda length: hashlib.shake_256(seed).digest(length)
-
-
-def test_messages_that_release_1_recorded_are_still_understood_and_still_said() -> None:
-    """`release_1.txt` holds what both ends of release 1 sent with the entropy below: it never changes."""
-    recorded = [bytes.fromhex(line) for line in RECORDING.read_text().split()]
-    opener = pake.Opener(NUMBER, WORDS, OPENER_KEY, entropy=fixed_entropy(b"opener"), versions=Versions(1, 1))
-    joiner = pake.Joiner(NUMBER, WORDS, JOINER_KEY, entropy=fixed_entropy(b"joiner"), versions=Versions(1, 1))
-    assert joiner.greeting() == recorded[0]
-    assert opener.take_greeting(recorded[0]) == recorded[1]
-    assert joiner.take_greeting(recorded[1]) == recorded[2]
-    assert opener.take_confirmation(recorded[2]) == recorded[3]
-    done, joined = joiner.take_confirmation(recorded[3])
-    assert done == recorded[4]
-    assert opener.take_done(recorded[4]).remote_key == JOINER_KEY
-    assert joined.remote_key == OPENER_KEY
