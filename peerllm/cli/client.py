@@ -20,18 +20,21 @@ _EVENT = b"data: "
 
 
 def default_socket() -> Path:
-    """Where a daemon listens unless told otherwise: the user's own runtime folder, or the service's.
-
-    Raises:
-        SocketError: neither is there.
-    """
+    """Where a daemon listens unless told otherwise: the user's own runtime folder, the service's, or, where there is
+    neither (a container, a notebook), the folder that holds the keys."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     own = Path(runtime) / "peerllm.sock" if runtime else None
     if own is not None and (own.exists() or not SERVICE_SOCKET.exists()):
         return own
     if SERVICE_SOCKET.parent.is_dir():
         return SERVICE_SOCKET
-    raise SocketError("XDG_RUNTIME_DIR is not set, so there is no usual place for the socket; give --socket PATH.")
+    return default_state_dir() / "peerllm.sock"
+
+
+def default_state_dir() -> Path:
+    """Where keys are kept."""
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "peerllm"
 
 
 def add_socket_argument(parser: argparse.ArgumentParser) -> None:

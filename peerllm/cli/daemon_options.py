@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peerllm.cli.client import socket_path
+from peerllm.cli.client import default_state_dir, socket_path
 from peerllm.cli.terminal import printable
 from peerllm.protocol.errors import BadRequest, PeerllmError
 
@@ -25,7 +25,6 @@ def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", metavar="A:B", help="hold layers A to B - 1; without it, shared by free memory")
     parser.add_argument(
         "--draft",
-        default="ngram",
         metavar="DRAFT",
         help="none, ngram (default) or model:PATH; used by the peer that holds layer 0",
     )
@@ -41,6 +40,9 @@ def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         default=os.environ.get("PEERLLM_SIGNALING"),
         help="ws://HOST:PORT of peerllm-signaling (or PEERLLM_SIGNALING)",
+    )
+    parser.add_argument(
+        "--insecure", action="store_true", help="allow ws:// to a server beyond this machine (or PEERLLM_INSECURE=1)"
     )
     parser.add_argument("--state-dir", type=Path, metavar="DIR", help="keys and their lock; one daemon each")
     parser.add_argument("--yes", action="store_true", help="download without asking")
@@ -65,8 +67,9 @@ def config_of(args: argparse.Namespace, **more: object) -> DaemonConfig:
         )
     if args.draft_length is not None and not 0 <= args.draft_length <= limits.MAX_DRAFT_LENGTH:
         raise BadRequest(f"--draft-length is from 0 to {limits.MAX_DRAFT_LENGTH}")
-    if args.draft not in ("none", "ngram") and not args.draft.startswith("model:"):
-        raise BadRequest(f"--draft is none, ngram or model:PATH; got {args.draft!r}")
+    draft = args.draft or "ngram"
+    if draft not in ("none", "ngram") and not draft.startswith("model:"):
+        raise BadRequest(f"--draft is none, ngram or model:PATH; got {draft!r}")
     for name in ("threads", "context"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -75,7 +78,7 @@ def config_of(args: argparse.Namespace, **more: object) -> DaemonConfig:
         signaling=args.signaling,
         state_dir=args.state_dir or default_state_dir(),
         socket=socket_path(args.socket),
-        draft=args.draft,
+        draft=draft,
         draft_length=args.draft_length,
         layers=None if args.layers is None else LayerRange.parse(args.layers),
         dtype=args.dtype,
@@ -83,15 +86,11 @@ def config_of(args: argparse.Namespace, **more: object) -> DaemonConfig:
         devices=() if args.device is None else (args.device,),
         threads=args.threads,
         is_download_allowed=args.yes,
+        is_insecure=args.insecure,
         is_loopback=args.loopback,
         added_rtt_ms=args.rtt,
         **more,  # type: ignore[arg-type]
     )
-
-
-def default_state_dir() -> Path:
-    base = os.environ.get("XDG_STATE_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "state") / "peerllm"
 
 
 class Terminal:
@@ -102,6 +101,7 @@ class Terminal:
 
         self._config = config
         self._progress = Progress(sys.stderr)
+        self._last: Notice | None = None
 
     def tell(self, notice: Notice) -> None:
         from peerllm.daemon import events
@@ -109,6 +109,9 @@ class Terminal:
         if isinstance(notice, events.Progress):
             self._progress.update(notice.stage, notice.fraction)
             return
+        if notice == self._last:
+            return  # "waiting" once is enough, however often it is tried
+        self._last = notice
         self._progress.done()
         if isinstance(notice, events.RoomOpened):
             print(f"Room code: {notice.code}")
@@ -116,11 +119,16 @@ class Terminal:
             print(f"  peerllm join {notice.code} --signaling {self._config.signaling}")
             print("Waiting for the other peer …", flush=True)
         elif isinstance(notice, events.PeerSeated):
-            print("The other peer is here. Connecting …", flush=True)
+            print(f"The other peer is here; this room is {notice.room} from now on. Connecting …", flush=True)
+        elif isinstance(notice, events.WrongGuess):
+            print(
+                f"Somebody tried wrong words for this room: {notice.guesses} so far. {notice.left} more close it.",
+                flush=True,
+            )
         elif isinstance(notice, events.Connected):
             rtt = "" if notice.rtt_ms is None else f", round trip {notice.rtt_ms:.0f} ms"
             print(f"Connected ({notice.path or 'unknown path'}{rtt}).", flush=True)
-        elif isinstance(notice, events.Serving):
+        elif isinstance(notice, events.ReadyToServe):
             role = "drafts" if notice.is_drafting else "verifies"
             print(
                 f"Ready: {printable(notice.model)}, layers {notice.layers} of {notice.all_layers} here, "

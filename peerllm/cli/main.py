@@ -16,6 +16,8 @@ from peerllm.protocol.errors import PeerllmError
 COMMANDS = {
     "up": "open a room, print its code, and serve",
     "join": "join a room by its code, and serve",
+    "resume": "meet a peer again, without a code",
+    "rooms": "list the peers that can be met again; forget one",
     "ask": "ask one question and stream the answer",
     "chat": "hold a conversation",
     "status": "show peers, layer ranges, link and where a round's time goes",
@@ -62,7 +64,7 @@ def _run(words: list[str]) -> int:
         if each == name:
             module = importlib.import_module(f"peerllm.cli.{each}")
             module.add_arguments(command)
-            if each != "demo":  # its daemons have sockets of their own
+            if each not in ("demo", "rooms"):  # the demo's daemons have sockets of their own
                 add_socket_argument(command)
     args = parser.parse_args(words)
     if module is None:

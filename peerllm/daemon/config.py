@@ -10,12 +10,14 @@ from peerllm.protocol.identity import LayerRange
 
 @dataclass(frozen=True, slots=True)
 class DaemonConfig:
-    """`model` None: learned from the room (a joiner). `room_code` None: open a room."""
+    """`model` None: learned from the room (a joiner). `room_code` and `resume` None: open a room."""
 
     signaling: str
     state_dir: Path
     socket: Path
     room_code: str | None = None
+    resume: str | None = None
+    """The lasting name of a room to meet again in; empty: the one met last."""
     model: str | None = None
     revision: str | None = None
     draft: str = "ngram"

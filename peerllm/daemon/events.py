@@ -15,8 +15,18 @@ class RoomOpened:
 
 
 @dataclass(frozen=True, slots=True)
+class WrongGuess:
+    """Somebody tried wrong words; the room closes when none are `left`."""
+
+    guesses: int
+    left: int
+
+
+@dataclass(frozen=True, slots=True)
 class PeerSeated:
-    pass
+    """The room's lasting name, by which both peers meet again without words."""
+
+    room: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +44,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class ReadyToServe:
     """Both peers are ready."""
 
     model: str
@@ -51,7 +61,7 @@ class Trouble:
     message: str
 
 
-Notice = RoomOpened | PeerSeated | Connected | Progress | Serving | Trouble
+Notice = RoomOpened | PeerSeated | WrongGuess | Connected | Progress | ReadyToServe | Trouble
 
 
 class Person(Protocol):

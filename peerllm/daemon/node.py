@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any
 
 import structlog
@@ -13,13 +13,11 @@ import structlog
 from peerllm import __version__
 from peerllm.daemon.channel import MessageChannel
 from peerllm.daemon.config import DaemonConfig
-from peerllm.daemon.drafter import Drafter
 from peerllm.daemon.engine import Engine
-from peerllm.daemon.events import Connected, PeerSeated, Person, RoomOpened, Serving, Trouble
-from peerllm.daemon.remote import RemoteAnswers, RemoteRequests
-from peerllm.daemon.request_queue import RequestQueue
+from peerllm.daemon.events import Connected, PeerSeated, Person, ReadyToServe, RoomOpened, Trouble, WrongGuess
+from peerllm.daemon.serving import Serving
+from peerllm.daemon.settings import remember_settings
 from peerllm.daemon.setup import Agreed, Setup
-from peerllm.daemon.verifier import Verifier
 from peerllm.link import Link, LinkConfig, LinkState
 from peerllm.protocol import cbor, limits
 from peerllm.protocol.errors import PeerAway, PeerllmError, ProtocolError, RoomIncomplete
@@ -31,12 +29,15 @@ from peerllm.telemetry.watchdog import LoopWatchdog
 log = structlog.get_logger(__name__)
 
 _MAX_HELLO_BYTES = 4 * limits.KIB
-_VERIFIER_SESSIONS = 4
 _LINGER_SECONDS = 1.0
 
 
 class _PeerRestarted(Exception):
-    """The other side is a new process: what was agreed with the old one is void."""
+    """The other side is a new process: what was agreed with the old one is void. `offer`: it has begun to agree."""
+
+    def __init__(self, offer: Offer | None) -> None:
+        super().__init__()
+        self.offer = offer
 
 
 class Node:
@@ -48,132 +49,162 @@ class Node:
         self._watchdog = watchdog
         self._instance = secrets.token_hex(8)
         self._their_instance: str | None = None
+        self._is_peer_new = asyncio.Event()
         self._engine = Engine(
             on_progress=lambda stage, fraction: self._setup.progressed(stage, fraction),
             on_lost=self._engine_lost,
             on_restored=self._engine_restored,
         )
         self._setup = Setup(config, self._engine, person)
-        self._queue = RequestQueue()
         self._state = "starting"
         self._is_peer_ready = False
-        self._agreed: Agreed | None = None
+        self._peer: SeatedPeer | None = None
         self._link: Link | None = None
         self._channel: MessageChannel | None = None
-        self._drafter: Drafter | None = None
-        self._verifier: Verifier | None = None
-        self._remote_requests: RemoteRequests | None = None
-        self._remote_answers: RemoteAnswers | None = None
+        self._serving: Serving | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # --- Life ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Opens or joins the room, and serves it.
+        """Opens, joins or resumes the room, and serves it.
 
         Raises:
             PeerllmError: why it cannot go on.
         """
         await self._engine.start()
         await self._setup.describe()
-        peer = await self._meet()
-        self._state = "connecting"
-        self._link = link = Link(peer, self._link_config(), hello=self._hello, on_hello=self._their_hello)
+        peer = self._peer = await self._meet()
+        await asyncio.to_thread(remember_settings, self._config, peer.room_name)
+        has_served = self._config.resume is not None
+        while True:
+            self._state = "away" if has_served else "connecting"
+            try:
+                channel = await self._connect(peer)
+                await self._agree_and_serve(channel, is_opener=peer.is_opener)
+            except PeerAway as error:
+                # The peer may be back in a minute or tomorrow; a first meeting that fails is the person's to mend.
+                if not has_served and self._serving is None:
+                    raise
+                has_served = True
+                self._state = "away"
+                self._person.tell(Trouble(f"{error.message}. Waiting for it."))
+                await self._stop_serving(error)
+            finally:
+                await self._disconnect()
+
+    async def _agree_and_serve(self, channel: MessageChannel, *, is_opener: bool) -> None:
+        """Until the link is down for good: raises PeerAway. Raises others for what no new try would mend."""
+        offer: Offer | None = None
+        while True:
+            if self._serving is None:
+                self._state = "loading"
+            self._is_peer_ready = False
+            self._is_peer_new.clear()
+            try:
+                agreed = await self._setup.agree(channel, is_opener=is_opener, offer=offer)
+            except PeerAway:
+                raise
+            except PeerllmError:
+                await self._linger(channel)
+                raise
+            await self._begin_serving(agreed, channel)
+            try:
+                await self._serve(channel)
+            except _PeerRestarted as restarted:
+                offer = restarted.offer
+                self._person.tell(Trouble("The other peer's daemon started anew; agreeing again."))
+
+    async def close(self) -> None:
+        """Ends everything that `run` began; at most 2 s."""
+        self._state = "stopping"
+        await self._stop_serving(PeerAway("the daemon is stopping"))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        closing = [self._engine.close()]
+        closing += [part.close() for part in (self._link, self._peer) if part is not None]
+        await asyncio.gather(*closing, return_exceptions=True)
+
+    async def _meet(self) -> SeatedPeer:
+        config = self._config
+        client = RoomClient(config.signaling, config.state_dir, insecure=config.is_insecure)
+        self._state = "waiting"
+        if config.resume is not None:
+            return await client.resume(config.resume or None)
+        if config.room_code is not None:
+            peer = await client.join(config.room_code)
+        else:
+            room = await client.open(on_guess=lambda wrong, left: self._person.tell(WrongGuess(wrong, left)))
+            self._person.tell(RoomOpened(str(room.code)))
+            peer = await room.admit()
+        self._person.tell(PeerSeated(peer.room_name))
+        return peer
+
+    async def _connect(self, peer: SeatedPeer) -> MessageChannel:
+        """Raises PeerAway, NoPath, LinkError, VersionMismatch."""
+        config = LinkConfig(loopback=self._config.is_loopback, added_rtt_ms=self._config.added_rtt_ms)
+        link = self._link = Link(peer, config, hello=self._hello, on_hello=self._their_hello)
         link.on_state = self._link_state_changed
         await link.start()
         stats = link.stats()
         self._person.tell(Connected(stats.path, stats.rtt_ms))
         self._channel = MessageChannel(link)
-        while True:
-            self._state = "loading"
-            try:
-                agreed = await self._setup.agree(self._channel, is_opener=peer.is_opener)
-            except PeerllmError:
-                await self._linger()
-                raise
-            try:
-                await self._serve(agreed, self._channel)
-            except _PeerRestarted:
-                self._person.tell(Trouble("the other peer started anew; agreeing again"))
+        return self._channel
 
-    async def close(self) -> None:
-        """Ends everything that `run` began; at most 2 s."""
-        self._state = "stopping"
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(
-            self._engine.close(), *([self._link.close()] if self._link is not None else []), return_exceptions=True
-        )
+    async def _disconnect(self) -> None:
+        link, self._link, self._channel = self._link, None, None
+        if link is not None:
+            await link.close()
 
-    async def _linger(self) -> None:
+    async def _linger(self, channel: MessageChannel) -> None:
         """Leaves the other side a moment to hear why, before the link closes under the words."""
-        if self._channel is not None:
-            with contextlib.suppress(TimeoutError, PeerAway):
-                async with asyncio.timeout(_LINGER_SECONDS):
-                    while True:
-                        await self._channel.receive()
+        with contextlib.suppress(TimeoutError, PeerAway):
+            async with asyncio.timeout(_LINGER_SECONDS):
+                while True:
+                    await channel.receive()
 
-    async def _meet(self) -> SeatedPeer:
-        client = RoomClient(self._config.signaling, self._config.state_dir, insecure=self._config.is_insecure)
-        self._state = "waiting"
-        if self._config.room_code is not None:
-            peer = await client.join(self._config.room_code)
-        else:
-            room = await client.open()
-            self._person.tell(RoomOpened(str(room.code)))
-            peer = await room.admit()
-        self._person.tell(PeerSeated())
-        return peer
-
-    def _link_config(self) -> LinkConfig:
-        return LinkConfig(
-            loopback=self._config.is_loopback,
-            added_rtt_ms=self._config.added_rtt_ms,
-        )
-
-    async def _serve(self, agreed: Agreed, channel: MessageChannel) -> None:
-        """Until the link is down for good (PeerAway) or the other side starts anew (_PeerRestarted)."""
-        self._agreed = agreed
+    async def _begin_serving(self, agreed: Agreed, channel: MessageChannel) -> None:
+        """Goes on with what is being made if the agreement is the old one; else begins anew."""
         self._is_peer_ready = True
-        judging: asyncio.Task[None] | None = None
-        if agreed.is_drafting:
-            self._drafter = Drafter(self._engine, channel, agreed.boundary, draft_length=self._config.draft_length)
-            self._remote_answers = RemoteAnswers(channel, self.generate)
+        if self._serving is not None and self._serving.agreed == agreed:
+            self._serving.link_is_up_again()
         else:
-            self._verifier = Verifier(self._engine, channel, agreed.boundary, max_sessions=_VERIFIER_SESSIONS)
-            self._remote_requests = RemoteRequests(channel)
-            judging = self._spawn(self._verifier.run(), "verifier")
+            await self._stop_serving(PeerAway("the other peer came back with another model or other layers"))
+            self._serving = Serving(agreed, self._engine, channel, self._spawn, draft_length=self._config.draft_length)
         self._state = "ready"
         self._person.tell(
-            Serving(agreed.model, agreed.layers, agreed.all_layers, agreed.is_drafting, agreed.boundary.context)
+            ReadyToServe(agreed.model, agreed.layers, agreed.all_layers, agreed.is_drafting, agreed.boundary.context)
         )
+
+    async def _stop_serving(self, error: PeerllmError) -> None:
+        if self._serving is not None:
+            serving, self._serving = self._serving, None
+            await serving.close(error)
+
+    async def _serve(self, channel: MessageChannel) -> None:
+        """Until the link is down for good (PeerAway) or the other side starts anew (_PeerRestarted)."""
+        receiving = asyncio.create_task(channel.run(self._take), name="receive")
+        noticing = asyncio.create_task(self._is_peer_new.wait(), name="notice")
         try:
-            await channel.run(self._take)
+            await asyncio.wait((receiving, noticing), return_when=asyncio.FIRST_COMPLETED)
+            if receiving.done():
+                await receiving
+            raise _PeerRestarted(None)
         finally:
-            error = PeerAway("the other peer went away")
-            self._fail_answers(error)
-            if self._remote_answers is not None:
-                await self._remote_answers.close()
-            if judging is not None:
-                judging.cancel()
-            self._drafter = self._verifier = self._remote_requests = self._remote_answers = None
-            self._agreed = None
-            self._state = "away"
+            for task in (receiving, noticing):
+                task.cancel()
+            await asyncio.gather(receiving, noticing, return_exceptions=True)
 
     async def _take(self, message: Message) -> None:
         if isinstance(message, Offer):
-            raise _PeerRestarted
+            raise _PeerRestarted(message)
         if isinstance(message, Loading):
             self._is_peer_ready = False
         elif isinstance(message, Ready):
             self._is_peer_ready = True
-        elif self._drafter is not None and self._remote_answers is not None:
-            self._drafter.take(message)
-            await self._remote_answers.take(message)
-        elif self._verifier is not None and self._remote_requests is not None:
-            self._remote_requests.take(message)
-            await self._verifier.take(message)
+        elif self._serving is not None:
+            await self._serving.take(message)
         if isinstance(message, Refusal) and message.session is None and message.request is None:
             log.warning("peer_refused", error=message.code, reason=message.reason)
 
@@ -187,35 +218,32 @@ class Node:
         instance = value.get("instance") if isinstance(value, dict) else None
         if not isinstance(instance, str):
             raise ProtocolError("the other peer's greeting lacks its instance")
+        if self._their_instance not in (None, instance):
+            self._is_peer_new.set()
+            if self._serving is not None:
+                self._serving.peer_restarted(PeerAway("the other peer's daemon started anew; ask again"))
         self._their_instance = instance
 
     def _link_state_changed(self, state: LinkState) -> None:
         log.info("link_state", state=state.name)
-        if state is LinkState.UP and self._drafter is not None:
-            self._drafter.link_is_up_again()
+        if state is LinkState.UP and self._serving is not None and not self._is_peer_new.is_set():
+            self._serving.link_is_up_again()
 
     def _engine_lost(self, error: PeerllmError) -> None:
         self._person.tell(Trouble(error.message))
-        self._fail_answers(error, remote=False)
-        if self._verifier is not None:
-            self._spawn(self._verifier.fail_sessions(error), "fail-sessions")
+        if self._serving is not None:
+            self._serving.engine_lost(error)
         self._tell_peer(Loading(stage="restarting the engine", fraction=0.0))
 
     def _engine_restored(self) -> None:
-        if self._agreed is not None:
-            self._tell_peer(Ready(context=self._agreed.boundary.context))
+        if self._serving is not None:
+            self._tell_peer(Ready(context=self._serving.agreed.boundary.context))
 
     def _tell_peer(self, message: Message) -> None:
-        if self._channel is not None and self._agreed is not None:
+        if self._channel is not None and self._serving is not None:
             self._spawn(_quietly(self._channel.send(message)), "tell-peer")
 
-    def _fail_answers(self, error: PeerllmError, *, remote: bool = True) -> None:
-        if self._drafter is not None:
-            self._drafter.fail(error)
-        if remote and self._remote_requests is not None:
-            self._remote_requests.fail(error)
-
-    def _spawn(self, work: Any, name: str) -> asyncio.Task[Any]:
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
@@ -224,36 +252,23 @@ class Node:
     def _task_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("task_failed", task=task.get_name(), error=repr(error))
+            log.error("task_failed", task=task.get_name(), reason=repr(error))
 
     # --- The API's backend -------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
-        """See api.Backend. Requests of both peers' users wait in one queue, at the drafting peer."""
-        self._check_ready()
-        if self._remote_requests is not None:
-            async with contextlib.aclosing(self._remote_requests.generate(request)) as events:
-                async for event in events:
-                    yield event
-            return
-        async with self._queue.turn():
-            self._check_ready()
-            if self._drafter is None:
-                raise PeerAway("the other peer went away while the request waited")
-            async with contextlib.aclosing(self._drafter.generate(request)) as events:
-                async for event in events:
-                    yield event
-
-    def _check_ready(self) -> None:
-        """Raises RoomIncomplete or PeerAway, in words, unless an answer can be made now."""
+        """See api.Backend."""
         well, cause = self.health()
-        if not well:
-            raise (PeerAway if self._agreed is not None or self._state == "away" else RoomIncomplete)(cause)
+        if self._serving is None or not well:
+            raise (RoomIncomplete if self._serving is None and self._state != "away" else PeerAway)(cause)
+        async with contextlib.aclosing(self._serving.generate(request)) as events:
+            async for event in events:
+                yield event
 
     def models(self) -> list[ModelInfo]:
-        agreed = self._agreed
-        if agreed is None:
+        if self._serving is None:
             return []
+        agreed = self._serving.agreed
         return [ModelInfo(name=agreed.model, context_length=agreed.boundary.context)]
 
     def health(self) -> tuple[bool, str]:
@@ -279,7 +294,7 @@ class Node:
         return True, "ready"
 
     def status(self) -> dict[str, Any]:
-        agreed, link = self._agreed, self._link
+        serving, link = self._serving, self._link
         well, cause = self.health()
         stats = None if link is None else link.stats()
         status: dict[str, Any] = {
@@ -293,7 +308,10 @@ class Node:
                 "restarts": self._engine.restarts,
             },
             "loop": self._watchdog.summary(),
-            "queue": {"waiting": self._queue.waiting, "active": self._queue.active},
+            "queue": {
+                "waiting": 0 if serving is None else serving.queue.waiting,
+                "active": 0 if serving is None else serving.queue.active,
+            },
             "link": None
             if stats is None
             else {
@@ -307,10 +325,10 @@ class Node:
             },
             "model": None,
             "peers": [],
-            "ledger": None if self._drafter is None else self._drafter.ledger.summary(),
+            "ledger": None if serving is None else serving.ledger,
         }
-        if agreed is not None:
-            boundary = agreed.boundary
+        if serving is not None:
+            agreed, boundary = serving.agreed, serving.agreed.boundary
             status["model"] = {
                 "name": agreed.model,
                 "layers": agreed.all_layers,

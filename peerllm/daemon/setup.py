@@ -86,8 +86,11 @@ class Setup:
                 "describe", model=self._config.model, revision=self._config.revision
             )
 
-    async def agree(self, channel: MessageChannel, *, is_opener: bool) -> Agreed:
+    async def agree(self, channel: MessageChannel, *, is_opener: bool, offer: Offer | None = None) -> Agreed:
         """Both sides end with the same plan and their layers loaded, or with the same refusal.
+
+        Args:
+            offer: the opener's, where it has come already.
 
         Raises:
             PeerllmError: the reason; the other side was told.
@@ -97,7 +100,7 @@ class Setup:
                 offer, plan = await self._as_opener(channel)
                 mine, theirs = plan.opener_layers, plan.joiner_layers
             else:
-                offer, plan = await self._as_joiner(channel)
+                offer, plan = await self._as_joiner(channel, offer)
                 mine, theirs = plan.joiner_layers, plan.opener_layers
             width = await self._load(channel, offer, plan, mine)
         except PeerAway:
@@ -137,8 +140,9 @@ class Setup:
         await channel.send(plan)
         return offer, plan
 
-    async def _as_joiner(self, channel: MessageChannel) -> tuple[Offer, Plan]:
-        offer = await self._expect(channel, Offer)
+    async def _as_joiner(self, channel: MessageChannel, offer: Offer | None) -> tuple[Offer, Plan]:
+        if offer is None:
+            offer = await self._expect(channel, Offer)
         async with self._saying_loading(channel):
             model = self._model or await self._with_download(
                 "find", identity=to_map(offer.identity), source=offer.source, revision=offer.revision

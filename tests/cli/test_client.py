@@ -47,10 +47,12 @@ def test_the_services_socket_is_the_default_where_the_user_has_none(
     assert default_socket() == service
 
 
-def test_without_either_the_option_is_named(service: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_runtime_folder_the_socket_is_beside_the_keys(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, service: Path
+) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    with pytest.raises(SocketError, match="--socket"):
-        default_socket()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert default_socket() == tmp_path / "peerllm" / "peerllm.sock"
 
 
 @contextmanager

@@ -106,8 +106,9 @@ def start_signaling(here: Stage) -> str:
 
 def start_daemon(here: Stage, name: str, signaling: str, *command: str, env: Mapping[str, str] | None = None) -> Daemon:
     path = here.folder / f"{name}.sock"
+    lives = len(list(here.folder.glob(f"{name}*.log")))
     child = here.start(
-        name,
+        f"{name}-{lives}" if lives else name,
         "peerllm",
         *command,
         *("--signaling", signaling, "--loopback", "--threads", "1", "--device", "cpu", "--log-level", "info"),
