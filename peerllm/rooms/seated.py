@@ -37,7 +37,7 @@ class _Pending:
     done: asyncio.Future[Attempt]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class SeatedPeer:
     """Satisfies `link.signaling.SeatedPeer`. `await start()` begins to keep a connection to the signaling server."""
 

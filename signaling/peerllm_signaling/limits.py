@@ -21,6 +21,11 @@ MAX_CONNECTIONS_PER_ADDRESS = 256
 """An office behind one address; a single host cannot use up the server's descriptors."""
 MAX_ADDRESSES = 200_000
 """Addresses whose budgets are remembered at once."""
+FRAMES_PER_MINUTE = 6000
+FRAMES_BURST = 1000
+"""Of any kind, on one connection: more than an opener under a flood of claims has to answer."""
+REQUEST_SECONDS = 10.0
+"""A connection that is no WebSocket by then is cut, and a TLS handshake that is not over too."""
 SILENT_SECONDS = 10.0
 """A connection that has not said what it wants by then is closed."""
 HEARTBEAT_SECONDS = 20.0

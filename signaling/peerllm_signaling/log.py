@@ -7,6 +7,7 @@ import hmac
 import logging
 import secrets
 import sys
+import traceback
 from typing import Any
 
 import structlog
@@ -38,3 +39,17 @@ def configure(level: str) -> None:
 
 def get() -> Any:
     return structlog.get_logger()
+
+
+class Bridge(logging.Handler):
+    """What a library logs, as an event with the kind of the error and its place in the code: never its words, which
+    hold addresses and what clients sent."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        kind, place = None, None
+        if record.exc_info is not None and record.exc_info[0] is not None:
+            kind = record.exc_info[0].__name__
+            frames = traceback.extract_tb(record.exc_info[2])
+            place = f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else None
+        event = get().error if record.levelno >= logging.ERROR and place is not None else get().debug
+        event("library", name=record.name, kind=kind, place=place)

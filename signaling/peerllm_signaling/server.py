@@ -15,7 +15,8 @@ from typing import Any
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from peerllm_signaling import limits, log, proxies
-from peerllm_signaling.budgets import address_group
+from peerllm_signaling.budgets import Bucket, address_group
+from peerllm_signaling.door import Door
 from peerllm_signaling.line import POLICY, TRY_LATER
 from peerllm_signaling.stun import StunResponder, stun_budgets
 from peerllm_signaling.switchboard import Client, Switchboard
@@ -106,6 +107,8 @@ class SignalingServer:
         self._transports: list[asyncio.BaseTransport] = []
         self._ticker: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
+        self._door: Door | None = None
+        self._listener: asyncio.Server | None = None
         self._draining = False
 
     @property
@@ -121,18 +124,21 @@ class SignalingServer:
         app.router.add_get("/healthz", self._healthz)
         quiet = logging.getLogger("peerllm_signaling.http")
         quiet.propagate = False
-        quiet.addHandler(logging.NullHandler())
+        quiet.handlers = [log.Bridge()]
         self._runner = web.AppRunner(
             app, access_log=None, logger=quiet, handle_signals=False, shutdown_timeout=limits.DRAIN_SECONDS,
             max_line_size=4096, max_field_size=4096, max_headers=64,
         )  # fmt: skip
         await self._runner.setup()
+        if self._runner.server is None:
+            raise RuntimeError("aiohttp's runner was set up and has no server")
+        self._door = Door(self._runner.server)
         try:
-            site = web.TCPSite(
-                self._runner, self.config.host, self.config.port, ssl_context=self.config.tls, backlog=1024
-            )
-            await site.start()
-            self.port = self._runner.addresses[0][1]
+            self._listener = await asyncio.get_running_loop().create_server(
+                self._door, self.config.host, self.config.port, backlog=1024, ssl=self.config.tls,
+                ssl_handshake_timeout=limits.REQUEST_SECONDS if self.config.tls else None,
+            )  # fmt: skip
+            self.port = self._listener.sockets[0].getsockname()[1]
             if self.config.has_stun:
                 await self._start_stun()
         except OSError:
@@ -147,7 +153,7 @@ class SignalingServer:
         for wanted in (first, first + 1):
             try:
                 port = await self._listen_udp(wanted, budgets)
-            except OSError:
+            except (OSError, OverflowError):  # taken, or there is no port after 65535
                 if self.config.stun_port is not None:
                     raise
                 port = await self._listen_udp(0, budgets)
@@ -167,6 +173,10 @@ class SignalingServer:
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+        if self._door is not None:
+            self._door.close()
         for transport in self._transports:
             transport.close()
         for line in list(self._lines):
@@ -202,6 +212,8 @@ class SignalingServer:
         self._by_group[group] += 1
         try:
             await socket.prepare(request)
+            if self._door is not None:
+                self._door.let_in(request.protocol)
             await self._converse(request, socket, group)
         finally:
             self._by_group[group] -= 1
@@ -223,10 +235,13 @@ class SignalingServer:
             line.drop(TRY_LATER, "restarting")
         writer = asyncio.create_task(line.run(), name="signaling writer")
         deadline = asyncio.get_running_loop().call_later(limits.SILENT_SECONDS, _drop_silent, client)
+        frames = Bucket(limits.FRAMES_PER_MINUTE, limits.FRAMES_BURST, time.monotonic())
         try:
             async for message in socket:
                 now = time.monotonic()
-                if message.type is WSMsgType.TEXT:
+                if not frames.take(now):
+                    line.drop(POLICY, "too many messages")
+                elif message.type is WSMsgType.TEXT:
                     event = self.switchboard.text(client, message.data, now)
                     _EVENTS.debug("control", what=event, address=log.masked(group))
                 elif message.type is WSMsgType.BINARY:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -65,6 +66,48 @@ async def test_a_connection_that_says_nothing_is_closed(
     monkeypatch.setattr(limits, "SILENT_SECONDS", 0.05)
     async with session.ws_connect(server.address + PATH) as socket:
         assert await close_code(socket) == aiohttp.WSCloseCode.TRY_AGAIN_LATER
+
+
+@pytest.mark.parametrize(
+    "said_so_far", [b"", b"GET /v1 HTTP/1.1\r\nHost: x\r\n", b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"]
+)
+async def test_a_connection_that_becomes_no_websocket_is_cut(
+    nothing_is_left_behind: None, monkeypatch: pytest.MonkeyPatch, said_so_far: bytes
+) -> None:
+    monkeypatch.setattr(limits, "REQUEST_SECONDS", 0.1)
+    server = SignalingServer(ServerConfig("127.0.0.1", 0))
+    await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(said_so_far)
+    async with asyncio.timeout(5):
+        with contextlib.suppress(ConnectionResetError):
+            await reader.read()
+    writer.close()
+    await server.stop()
+
+
+async def test_a_websocket_outlives_the_time_for_becoming_one(
+    nothing_is_left_behind: None, monkeypatch: pytest.MonkeyPatch, session: aiohttp.ClientSession
+) -> None:
+    monkeypatch.setattr(limits, "REQUEST_SECONDS", 0.05)
+    server = SignalingServer(ServerConfig("127.0.0.1", 0))
+    await server.start()
+    async with session.ws_connect(server.address + PATH) as socket:
+        await asyncio.sleep(0.1)  # the time that is tested
+        await socket.send_json({"op": "open", "token": TOKEN, "seats": 1})
+        assert (await said(socket))["op"] == "opened"
+    await server.stop()
+
+
+async def test_a_connection_that_floods_is_dropped(
+    server: SignalingServer, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "FRAMES_BURST", 10)
+    async with session.ws_connect(server.address + PATH) as socket:
+        await socket.send_json({"op": "open", "token": TOKEN, "seats": 1})
+        for _ in range(20):
+            await socket.send_json({"op": "seat", "claim": 7})
+        assert await close_code(socket) == aiohttp.WSCloseCode.POLICY_VIOLATION
 
 
 async def test_connections_are_limited_for_each_address(
