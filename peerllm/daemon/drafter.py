@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ from peerllm.telemetry.ledger import RoundLedger
 log = structlog.get_logger(__name__)
 
 _RESYNC = "resync"
+_CLOSE_SECONDS = 2.0
 _MAX_REPLAYS = 8
 """Within one round: a link that drops more often than this carries nothing anyway."""
 
@@ -163,6 +164,10 @@ class Drafter:
         tokens: list[int] = reply.values["tokens"]
         return tokens
 
+    @property
+    def vocabulary(self) -> int:
+        return int(self._loaded("vocabulary"))
+
     def _loaded(self, key: str) -> Any:
         if self._engine.loaded is None:
             raise PeerAway("the engine worker is being restarted; ask again in a moment")
@@ -243,6 +248,8 @@ class _Answer:
         await self._channel.send(block, Urgency.BULK if order.round == 0 else None)
         verdict = await self._verdict(block, inbox)
         now = time.monotonic()
+        if verdict.next_token >= self._drafter.vocabulary:
+            raise ProtocolError(f"the other peer's verdict names token {verdict.next_token}, which the model lacks")
         committed = self._drafting.judge(order.round, candidates, verdict.accepted, verdict.next_token)
         if committed is None:
             raise RuntimeError("a verdict was taken twice")
@@ -337,12 +344,12 @@ class _Answer:
 
     async def close(self) -> None:
         """Both sides forget the session. Never raises for a peer or a worker that is gone: it forgot already."""
-        for step in (
-            self._engine.call("close", session=self.session),
-            self._channel.send(SessionClose(session=self.session)),
-        ):
-            try:
-                async with asyncio.timeout(2.0):
-                    await step
-            except (PeerllmError, TimeoutError) as error:
-                log.info("session_close_skipped", reason=str(error))
+        await self._tell(lambda: self._engine.call("close", session=self.session))
+        await self._tell(lambda: self._channel.send(SessionClose(session=self.session)))
+
+    async def _tell(self, step: Callable[[], Awaitable[object]]) -> None:
+        try:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await step()
+        except (PeerllmError, TimeoutError) as error:
+            log.info("session_close_skipped", reason=str(error))

@@ -20,44 +20,65 @@ log = structlog.get_logger(__name__)
 Generate = Callable[[GenerateRequest], AsyncGenerator[Event, None]]
 
 
+class _Inbox:
+    """What came for one request and was not taken yet; bounded, since the other side may send what it likes."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[RequestEvent | PeerllmError] = asyncio.Queue()
+        self._bytes = 0
+
+    def put(self, item: RequestEvent | PeerllmError) -> None:
+        self._bytes += _size(item)
+        if self._bytes > limits.MAX_UNPROCESSED_BYTES:
+            item = ProtocolError("the other peer sent more of an answer than its reader took")
+        self._queue.put_nowait(item)
+
+    async def get(self) -> RequestEvent | PeerllmError:
+        item = await self._queue.get()
+        self._bytes -= _size(item)
+        return item
+
+
+def _size(item: RequestEvent | PeerllmError) -> int:
+    return limits.MESSAGE_OVERHEAD_BYTES + (4 * len(item.text) if isinstance(item, RequestEvent) else 0)
+
+
 class RemoteRequests:
     """The asking side."""
 
     def __init__(self, channel: MessageChannel) -> None:
         self._channel = channel
         self._numbers = itertools.count(1)
-        self._open: dict[int, asyncio.Queue[RequestEvent | PeerllmError]] = {}
+        self._open: dict[int, _Inbox] = {}
 
     def take(self, message: Message) -> None:
         if isinstance(message, RequestEvent):
-            queue = self._open.get(message.request)
-            if queue is not None:
-                queue.put_nowait(message)
-        elif isinstance(message, Refusal) and message.request is not None:
-            queue = self._open.get(message.request)
-            if queue is not None:
-                queue.put_nowait(message.error())
+            if inbox := self._open.get(message.request):
+                inbox.put(message)
+        elif (
+            isinstance(message, Refusal) and message.request is not None and (inbox := self._open.get(message.request))
+        ):
+            inbox.put(message.error())
 
     def fail(self, error: PeerllmError) -> None:
         """Ends every request that waits."""
-        for queue in self._open.values():
-            queue.put_nowait(error)
+        for inbox in self._open.values():
+            inbox.put(error)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """As Drafter.generate, made by the other peer."""
         if len(self._open) >= limits.MAX_QUEUED_REQUESTS:
             raise Overloaded(f"{len(self._open)} requests wait already; try again in a while")
         number = next(self._numbers)
-        queue: asyncio.Queue[RequestEvent | PeerllmError] = asyncio.Queue()
-        self._open[number] = queue
+        inbox = self._open[number] = _Inbox()
         is_over = False
         shown = 0
         try:
             await self._channel.send(RequestOpen(request=number, body=request))
             while not is_over:
-                item = await queue.get()
+                item = await inbox.get()
                 if isinstance(item, PeerllmError):
-                    is_over = True
+                    is_over = not isinstance(item, ProtocolError)
                     raise item
                 if item.offset != shown:
                     raise ProtocolError("the other peer's answer has a gap")

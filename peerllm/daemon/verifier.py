@@ -81,6 +81,7 @@ class Verifier:
             await self._channel.send(Refusal.of(error, session=session))
 
     async def _queue(self, session: int, size: int, job: _Job) -> None:
+        size += limits.MESSAGE_OVERHEAD_BYTES
         while self._queued_bytes + size > limits.MAX_UNPROCESSED_BYTES:
             self._room.clear()
             await self._room.wait()

@@ -25,6 +25,8 @@ PREFILL_CHUNK_BYTES = 256 * KIB
 PREFILL_CHUNK_ROWS = 128
 MAX_UNPROCESSED_BYTES = 2 * MIB
 """Bytes that may wait on a link or on a worker's pipe before the sender has to stop."""
+MESSAGE_OVERHEAD_BYTES = 1 * KIB
+"""What a queued message counts beyond its content, so that many empty ones are bounded too."""
 MAX_SLICE_BYTES = 16 * KIB
 """A message is cut into slices of at most this, so that a verdict never waits behind a prefill."""
 MAX_CANDIDATES = 64
