@@ -22,7 +22,7 @@ from peerllm.engine.results import Drafted, Loaded, Prefilled, Stopwatch, Verifi
 from peerllm.engine.runner import Runner
 from peerllm.engine.running import make_runner
 from peerllm.engine.slice import ModelSlice, read_config
-from peerllm.engine.weights import Progress, load_weights
+from peerllm.engine.weights import WEIGHTS, Progress, load_weights
 from peerllm.protocol import limits
 from peerllm.protocol.errors import BadRequest, ContextTooLong, EngineError, Overloaded, ProtocolError
 from peerllm.protocol.identity import LayerRange
@@ -117,8 +117,8 @@ class Engine:
         """
         if dtype not in codec.DTYPES:
             raise BadRequest(f"dtype {dtype[:32]!r} is not one of {', '.join(codec.DTYPES)}", param="dtype")
-        if weights != "unquantised":
-            raise BadRequest(f"weights {weights[:32]!r} are not supported; only unquantised", param="weights")
+        if weights not in WEIGHTS:
+            raise BadRequest(f"weights {weights[:32]!r} are not one of {', '.join(WEIGHTS)}", param="weights")
         if threads is not None:
             torch.set_num_threads(max(1, threads))
         device = torch.device(devices[0])
@@ -129,7 +129,7 @@ class Engine:
         seconds["build"] = time.perf_counter() - clock
         clock = time.perf_counter()
         context = min(context or part.shape.max_positions, part.shape.max_positions, limits.MAX_CONTEXT)
-        load_weights(part, folder, codec.DTYPES[dtype], device, progress)
+        load_weights(part, folder, codec.DTYPES[dtype], device, progress, weights=weights)
         seconds["weights"] = time.perf_counter() - clock
         clock = time.perf_counter()
         drafter: Drafter | None = None

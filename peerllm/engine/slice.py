@@ -133,7 +133,8 @@ class ModelSlice(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
+        """Of the hidden states; weights may be int8."""
+        return self.layers[0].input_layernorm.weight.dtype
 
     @property
     def byte_count(self) -> int:

@@ -7,11 +7,16 @@ from pathlib import Path
 
 import torch
 
+from peerllm.engine.int8 import quantise_layer
 from peerllm.engine.slice import ModelSlice
 from peerllm.models.checkpoint import Checkpoint, load_parameters
+from peerllm.protocol.errors import BadRequest
 
 Progress = Callable[[str, float], None]
 """A stage in words, and the fraction of it that is done."""
+UNQUANTISED, INT8 = "unquantised", "int8"
+WEIGHTS = (UNQUANTISED, INT8)
+"""What a peer runs its layers' weights as."""
 
 
 def load_weights(
@@ -21,11 +26,35 @@ def load_weights(
     device: torch.device | str,
     progress: Progress,
     stage: str = "reading weights",
+    *,
+    weights: str = UNQUANTISED,
 ) -> None:
     """Reads the tensors of `part` from the safetensors files in `folder` to `device` as `dtype`.
 
+    Layer by layer, so that int8 never has the whole slice in `dtype` at once.
+
+    Args:
+        weights: one of `WEIGHTS`.
+
     Raises:
         ModelError: files or tensors are missing or of another shape.
+        BadRequest: `weights` is not known.
     """
+    if weights not in WEIGHTS:
+        raise BadRequest(f"weights {weights[:32]!r} are not one of {', '.join(WEIGHTS)}", param="weights")
     checkpoint = Checkpoint.open(folder)
-    load_parameters(part, checkpoint, part.weight_map(), dtype, device, lambda fraction: progress(stage, fraction))
+    groups: dict[str, dict[str, str]] = {}
+    for name, tensor in part.weight_map().items():
+        group = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
+        groups.setdefault(group, {})[name] = tensor
+    for done, (group, names) in enumerate(groups.items()):
+        load_parameters(
+            part,
+            checkpoint,
+            names,
+            dtype,
+            device,
+            lambda fraction, done=done: progress(stage, (done + fraction) / len(groups)),  # type: ignore[misc]
+        )
+        if group and weights == INT8:
+            quantise_layer(part.get_submodule(group))

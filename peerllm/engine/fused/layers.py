@@ -14,6 +14,7 @@ from torch import nn
 
 from peerllm.engine.cache import KvCache
 from peerllm.engine.fused import attention, matmul, rows
+from peerllm.engine.int8 import is_quantised
 from peerllm.engine.slice import ModelSlice
 
 NARROW = 16
@@ -39,12 +40,12 @@ class Tiling:
 
 
 TILINGS: dict[tuple[int, int, bool], Tiling] = {
-    (1152, 896, False): Tiling(16, 256, 4, 3),
-    (896, 896, False): Tiling(8, 128, 2, 5),
+    (1152, 896, False): Tiling(16, 1024, 4, 2),
+    (896, 896, False): Tiling(16, 256, 4, 4),
     (4864, 896, True): Tiling(32, 128, 2, 4),
-    (896, 4864, False): Tiling(16, 256, 4, 4, parts=4),
+    (896, 4864, False): Tiling(16, 256, 4, 3, parts=8),
     (151936, 896, False): Tiling(64, 128, 2, 3),
-    (4608, 3584, False): Tiling(64, 128, 2, 5),
+    (4608, 3584, False): Tiling(64, 128, 2, 5, parts=2),
     (3584, 3584, False): Tiling(32, 128, 4, 8),
     (18944, 3584, True): Tiling(32, 128, 2, 2),
     (3584, 18944, False): Tiling(32, 512, 4, 4),
@@ -67,16 +68,30 @@ def _power_of_two(value: int) -> int:
     return 1 << (value - 1).bit_length()
 
 
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """A product's weight `[out, in]`; with `scales` it is int8, one scale for each row."""
+
+    values: torch.Tensor
+    bias: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
+
+    def unquantised(self, room: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """In `dtype`; int8 goes into `room`, which the next call overwrites."""
+        if self.scales is None:
+            return self.values
+        out = room[: self.values.numel()].view(self.values.shape)
+        return torch.mul(self.values, self.scales[:, None].to(dtype), out=out)
+
+
 @dataclass(slots=True)
 class _Joined:
     """One layer's weights as the kernels take them."""
 
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    output: torch.Tensor
-    output_bias: torch.Tensor | None
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    qkv: _Weight
+    output: _Weight
+    gate_up: _Weight
+    down: _Weight
     first_norm: torch.Tensor
     second_norm: torch.Tensor
     q_norm: torch.Tensor | None
@@ -85,18 +100,12 @@ class _Joined:
 
 def _join(layer: nn.Module) -> _Joined:
     attention_module, mlp = layer.self_attn, layer.mlp
-    qkv = _joined_parameter([attention_module.q_proj, attention_module.k_proj, attention_module.v_proj], "weight")
-    bias = None
-    if attention_module.q_proj.bias is not None:
-        bias = _joined_parameter([attention_module.q_proj, attention_module.k_proj, attention_module.v_proj], "bias")
     has_qk_norm = hasattr(attention_module, "q_norm")
     return _Joined(
-        qkv=qkv,
-        qkv_bias=bias,
-        output=attention_module.o_proj.weight.data,
-        output_bias=None if attention_module.o_proj.bias is None else attention_module.o_proj.bias.data,
-        gate_up=_joined_parameter([mlp.gate_proj, mlp.up_proj], "weight"),
-        down=mlp.down_proj.weight.data,
+        qkv=_joined([attention_module.q_proj, attention_module.k_proj, attention_module.v_proj]),
+        output=_joined([attention_module.o_proj]),
+        gate_up=_joined([mlp.gate_proj, mlp.up_proj]),
+        down=_joined([mlp.down_proj]),
         first_norm=layer.input_layernorm.weight.data,
         second_norm=layer.post_attention_layernorm.weight.data,
         q_norm=attention_module.q_norm.weight.data if has_qk_norm else None,
@@ -104,15 +113,24 @@ def _join(layer: nn.Module) -> _Joined:
     )
 
 
-def _joined_parameter(modules: list[nn.Module], name: str) -> torch.Tensor:
-    """One tensor of the modules' parameters, which become views of it: nothing is held twice."""
-    joined = torch.cat([getattr(module, name).data for module in modules])
-    start = 0
-    for module in modules:
-        size = getattr(module, name).shape[0]
-        setattr(module, name, nn.Parameter(joined[start : start + size], requires_grad=False))
-        start += size
-    return joined
+def _joined(modules: list[nn.Module]) -> _Weight:
+    """One tensor of each kind of the modules' parameters, which become views of it: nothing is held twice."""
+    found: dict[str, torch.Tensor | None] = {}
+    for name in ("weight", "bias", "scales"):
+        if getattr(modules[0], name, None) is None:
+            found[name] = None
+            continue
+        joined = torch.cat([getattr(module, name).data for module in modules])
+        start = 0
+        for module in modules:
+            size = getattr(module, name).shape[0]
+            setattr(module, name, nn.Parameter(joined[start : start + size], requires_grad=False))
+            start += size
+        found[name] = joined
+    weight = found["weight"]
+    if weight is None:
+        raise ValueError("a product without a weight")
+    return _Weight(weight, found["bias"], found["scales"])
 
 
 class FusedSlice:
@@ -154,6 +172,9 @@ class FusedSlice:
         self._normed = buffer(max_rows, shape.width)
         self._delta = buffer(max_rows, shape.width)
         self._gate_up = buffer(max_rows, 2 * shape.intermediate)
+        # Wide blocks multiply by the library's products, which take no int8: one weight at a time is widened.
+        largest = max(shape.intermediate * 2, self._qkv_width) * shape.width if is_quantised(part) else 0
+        self._unquantised = buffer(largest)
         self._sums = [buffer(NARROW, self._sums_stride, of=torch.float32) for _ in range(2)]
         self._sum_count = 1
         # Enough programs for every multiprocessor at a thousand positions; longer caches take longer splits.
@@ -196,7 +217,7 @@ class FusedSlice:
         if norm is None or head is None:
             raise RuntimeError("only the last slice has a head")
         if count <= NARROW:
-            self._matmul(self.hidden, head.weight, out, count, norm=norm.weight, sums_in=0)
+            self._matmul(self.hidden, _Weight(head.weight), out, count, norm=norm.weight, sums_in=0)
         else:
             self._add_and_norm(count, None, norm.weight)
             torch.mm(self._normed[:count], head.weight.t(), out=out[:count])
@@ -220,9 +241,9 @@ class FusedSlice:
 
     def _narrow_layer(self, index: int, layer: _Joined, rows_each: int, batch: int) -> None:
         count = rows_each * batch
-        self._matmul(self.hidden, layer.qkv, self._qkv, count, bias=layer.qkv_bias, norm=layer.first_norm, sums_in=0)
+        self._matmul(self.hidden, layer.qkv, self._qkv, count, norm=layer.first_norm, sums_in=0)
         self._attention(index, layer, rows_each, batch)
-        self._matmul(self._attended, layer.output, self.hidden, count, bias=layer.output_bias, sums_out=1)
+        self._matmul(self._attended, layer.output, self.hidden, count, sums_out=1)
         self._matmul(self.hidden, layer.gate_up, self._inner, count, norm=layer.second_norm, sums_in=1, is_gated=True)
         self._matmul(self._inner, layer.down, self.hidden, count, sums_out=0)
 
@@ -233,28 +254,28 @@ class FusedSlice:
         if index == 0:
             self._add_and_norm(count, None, layer.first_norm)
         normed, delta, inner = self._normed[:count], self._delta[:count], self._inner[:count]
-        qkv = self._qkv[:count]
-        if layer.qkv_bias is None:
-            torch.mm(normed, layer.qkv.t(), out=qkv)
-        else:
-            torch.addmm(layer.qkv_bias, normed, layer.qkv.t(), out=qkv)
+        self._wide_matmul(normed, layer.qkv, self._qkv[:count])
         if rows_each == 1:
             self._attention(index, layer, rows_each, batch)
         else:
             self._wide_attention(index, layer, rows_each, batch)
-        if layer.output_bias is None:
-            torch.mm(self._attended[:count], layer.output.t(), out=delta)
-        else:
-            torch.addmm(layer.output_bias, self._attended[:count], layer.output.t(), out=delta)
+        self._wide_matmul(self._attended[:count], layer.output, delta)
         self._add_and_norm(count, delta, layer.second_norm)
-        torch.mm(normed, layer.gate_up.t(), out=self._gate_up[:count])
+        self._wide_matmul(normed, layer.gate_up, self._gate_up[:count])
         width = self.part.shape.intermediate
         rows.swiglu[(count, -(-width // 1024))](
             self._gate_up, inner, INNER=width, BLOCK=1024, IS_DEPENDENT=self.is_dependent,
             launch_pdl=self.is_dependent,
         )  # fmt: skip
-        torch.mm(inner, layer.down.t(), out=delta)
+        self._wide_matmul(inner, layer.down, delta)
         self._add_and_norm(count, delta, following)
+
+    def _wide_matmul(self, x: torch.Tensor, weight: _Weight, out: torch.Tensor) -> None:
+        values = weight.unquantised(self._unquantised, self.part.dtype)
+        if weight.bias is None:
+            torch.mm(x, values.t(), out=out)
+        else:
+            torch.addmm(weight.bias, x, values.t(), out=out)
 
     def _add_and_norm(self, count: int, delta: torch.Tensor | None, norm: torch.Tensor | None) -> None:
         width = self.part.shape.width
@@ -267,30 +288,30 @@ class FusedSlice:
     def _matmul(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: _Weight,
         out: torch.Tensor,
         count: int,
         *,
-        bias: torch.Tensor | None = None,
         norm: torch.Tensor | None = None,
         sums_in: int | None = None,
         sums_out: int | None = None,
         is_gated: bool = False,
     ) -> None:
-        depth = weight.shape[1]
-        columns = weight.shape[0] // 2 if is_gated else weight.shape[0]
+        values = weight.values
+        depth = values.shape[1]
+        columns = values.shape[0] // 2 if is_gated else values.shape[0]
         tiling = TILINGS.get((columns, depth, is_gated)) or default_tiling(columns, depth, is_gated=is_gated)
         blocks = -(-columns // tiling.block_n)
-        size = weight.numel() * weight.element_size()
+        size = values.numel() * values.element_size()
         matmul.block_matmul[(blocks, tiling.parts)](
-            x, weight, None, bias, norm,
+            x, values, weight.scales, weight.bias, norm,
             None if sums_in is None else self._sums[sums_in],
             None if sums_out is None else self._sums[sums_out],
             out, self._product_partial, self._product_arrived, count, columns, self._sum_count, self._eps,
             K=depth, BLOCK_M=NARROW, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
             SUMS=_power_of_two(self._sum_count), SUMS_STRIDE=self._sums_stride, PARTS=tiling.parts,
-            HAS_NORM=norm is not None, HAS_BIAS=bias is not None, HAS_RESIDUAL=sums_out is not None,
-            IS_GATED=is_gated, IS_INT8=False, IS_FP32=self._is_fp32,
+            HAS_NORM=norm is not None, HAS_BIAS=weight.bias is not None, HAS_RESIDUAL=sums_out is not None,
+            IS_GATED=is_gated, IS_INT8=weight.scales is not None, IS_FP32=self._is_fp32,
             IS_PREFETCHED=self.is_dependent and size <= _MOST_PREFETCH_BYTES, IS_DEPENDENT=self.is_dependent,
             num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=self.is_dependent,
         )  # fmt: skip
@@ -341,4 +362,4 @@ class FusedSlice:
 
     def _wide_tile(self, rows_each: int) -> tuple[int, int, int]:
         """(queries, keys, warps) of a tile of `wide_attention`: small ones where there are few rows to share out."""
-        return (16, 64, 4) if rows_each <= _SHORT else (64, 64, 4)
+        return (16, 128, 4) if rows_each <= _SHORT else (64, 64, 4)
