@@ -22,9 +22,13 @@ COMMANDS = {
     "chat": "hold a conversation",
     "status": "show peers, layer ranges, link and where a round's time goes",
     "models": "list the models on this machine",
+    "completion": "print the shell's completion of commands and room codes",
     "demo": "two peers on this machine: ask, compare, measure",
 }
 """Each is a module of this package, with `add_arguments(parser)` and `run(args) -> exit status`."""
+
+_WITHOUT_SOCKET = ("demo", "rooms", "completion")
+"""Commands that ask no daemon; the demo's own have sockets of their own."""
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -64,7 +68,7 @@ def _run(words: list[str]) -> int:
         if each == name:
             module = importlib.import_module(f"peerllm.cli.{each}")
             module.add_arguments(command)
-            if each not in ("demo", "rooms"):  # the demo's daemons have sockets of their own
+            if each not in _WITHOUT_SOCKET:
                 add_socket_argument(command)
     args = parser.parse_args(words)
     if module is None:
