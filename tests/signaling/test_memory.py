@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 
@@ -21,8 +22,8 @@ async def open_and_abandon(port: int, first: int, count: int) -> None:
         address = f"10.{index // 10 // 250 // 250}.{index // 10 // 250 % 250}.{index // 10 % 250}"
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(
-            f"GET {PATH} HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-            f"X-Forwarded-For: {address}\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n".encode()
+            f"GET {PATH} HTTP/1.1\r\nHost: x\r\nX-Forwarded-For: {address}\r\nUpgrade: websocket\r\n".encode()
+            + b"Connection: Upgrade\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
             + bytes([0x81, 0x80 | len(OPEN)])
             + bytes(4)
             + OPEN
@@ -35,6 +36,7 @@ async def open_and_abandon(port: int, first: int, count: int) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.skipif(not os.environ.get("PEERLLM_TEST_FULL"), reason="takes two minutes: run by make test-full")
 @pytest.mark.timeout(900)
 async def test_a_real_servers_memory_is_flat_after_100_000_rooms() -> None:
     process = await asyncio.create_subprocess_exec(
@@ -45,11 +47,11 @@ async def test_a_real_servers_memory_is_flat_after_100_000_rooms() -> None:
     assert process.stdout is not None
     port = int((await process.stdout.readline()).decode().rsplit(":", 1)[1])
     server = psutil.Process(process.pid)
-    await open_and_abandon(port, 0, 50_000)
-    before = server.memory_info().rss
-    await open_and_abandon(port, 50_000, 50_000)
-    after = server.memory_info().rss
-    print(f"{before / limits.KIB / 1024:.1f} MiB after 50,000 rooms, {after / limits.KIB / 1024:.1f} MiB after 100,000")
+    resident = []
+    for first in range(0, 100_000, 20_000):
+        await open_and_abandon(port, first, 20_000)
+        resident.append(server.memory_info().rss // limits.KIB)
+    print("KiB after every 20,000 rooms:", *resident)
     process.terminate()
     assert await process.wait() == 0
-    assert after - before < 4 * 1024 * limits.KIB
+    assert max(resident[3:]) - max(resident[:3]) < 8 * 1024
