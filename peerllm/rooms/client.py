@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import os
 import random
 import time
@@ -106,6 +107,7 @@ class RoomClient:
         known = await asyncio.to_thread(self.store.room, room)
         identity = await asyncio.to_thread(self.store.identity)
         server.check_url(self.signaling_url, insecure=self._insecure)
+        await asyncio.to_thread(self.store.remember, dataclasses.replace(known, met_at=int(self._clock())))
         return await self._make_seated(identity, known)
 
     async def _claim(self, code: RoomCode, identity: X25519PrivateKey) -> pake.Paired:

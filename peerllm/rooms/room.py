@@ -131,7 +131,8 @@ class Room:
         if self._failure is None:
             self._failure = error
         self._ended.set()
-        self._runner.cancel()
+        if asyncio.current_task() is not self._runner:
+            self._runner.cancel()
 
     async def _leave(self) -> None:
         await self._end_claims()

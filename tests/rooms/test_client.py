@@ -6,6 +6,7 @@ import asyncio
 import time
 
 import pytest
+from peerllm_signaling import limits as server_limits
 from peerllm_signaling.server import SignalingServer
 
 from peerllm.protocol import limits
@@ -85,6 +86,18 @@ async def test_a_closed_room_is_gone(house: House) -> None:
         await house.client("b").join(str(room.code))
     with pytest.raises(RoomClosed):
         await room.admit()
+
+
+async def test_a_room_that_nobody_joins_ends_and_says_so(
+    house: House, server: SignalingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_limits, "ROOM_SECONDS", 0.1)
+    room = await house.open(house.client("a"))
+    with pytest.raises(RoomClosed, match="Nobody joined within ten minutes"):
+        async with asyncio.timeout(SECONDS):
+            await room.admit()
+    await until(room._runner.done)
+    assert room._socket.is_closed
 
 
 async def test_waiting_for_a_peer_can_be_cancelled_and_taken_up_again(house: House) -> None:

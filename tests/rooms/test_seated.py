@@ -126,7 +126,11 @@ async def test_peers_find_each_other_again_after_restarts_without_words(house: H
 async def test_a_room_is_resumed_by_its_name_and_forgotten_by_it(house: House) -> None:
     one, _ = await house.pair()
     name = one.room_name
-    again = house.keep(await house.client("a").resume(name.upper().replace("-", " ")))
+    before = house.client("a").store.room(name).met_at
+    later = house.client("a")
+    later._clock = lambda: before + 100.0
+    again = house.keep(await later.resume(name.upper().replace("-", " ")))
+    assert house.client("a").store.room(name).met_at == before + 100
     assert again.remote_id in (one.local_id, one.remote_id)
     house.client("a").store.forget(name)
     with pytest.raises(RoomNotFound):
@@ -228,6 +232,21 @@ async def test_beginning_an_attempt_finds_a_half_open_socket_by_itself(
         old_path.is_cut = True
         assert begins._socket is not None
         begins._socket.heard_at -= 1  # nothing was heard for longer than a probe takes
+        await connect(begins, accepts)
+        await house.close()
+
+
+async def test_a_half_open_socket_is_found_without_anyone_asking(
+    house: House, server: SignalingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SIGNALING_HEARTBEAT_SECONDS", 0.2)
+    async with wire(server.port) as old_path:
+        begins, accepts = await house.pair(old_path.url)
+        await until(lambda: begins._is_present and accepts._is_present)
+        begins.signaling_url = accepts.signaling_url = house.url
+        old_path.is_cut = True
+        old = begins._socket, accepts._socket
+        await until(lambda: begins._socket not in old and accepts._socket not in old and begins._can_talk)
         await connect(begins, accepts)
         await house.close()
 
