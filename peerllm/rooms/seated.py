@@ -134,6 +134,16 @@ class SeatedPeer:
         by a fresh one unless it answers within SIGNALING_PROBE_SECONDS. The fresh one evicts the old."""
         self._suspicion.set()
 
+    async def offered(self, seconds: float) -> IceServers:
+        """What the signaling server offers for the link, or nothing if it is not reached in time. Relays are offered
+        once the other peer is there; this waits for that too, in the same time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self._can_talk:
+                    self._check()
+                    await self._next()
+        return self.ice_servers
+
     async def renew_turn(self) -> None:
         """Asks for fresh TURN credentials; `ice_servers` has them as soon as they come. Without an answer if the server
         offers none."""

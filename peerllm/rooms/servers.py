@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,10 @@ class TurnServers:
     credential: str = dataclasses.field(repr=False)
     ends_at: float
 
+    def endpoints(self) -> list[tuple[str, int, str]]:
+        """(host, port, transport) of each URL that is one (RFC 7065); transport is udp, tcp or tls."""
+        return [found for found in map(_endpoint, self.urls) if found is not None]
+
 
 @dataclass(frozen=True, slots=True)
 class IceServers:
@@ -57,6 +62,23 @@ class IceServers:
         return dataclasses.replace(
             self, turn=TurnServers(turn.urls, turn.username, turn.credential, now + turn.seconds)
         )
+
+
+_TURN_URL = re.compile(
+    r"(?P<scheme>turns?):(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::(?P<port>\d{1,5}))?(?:\?transport=(?P<transport>udp|tcp))?"
+)
+_TURN_PORT, _TURNS_PORT = 3478, 5349
+
+
+def _endpoint(url: str) -> tuple[str, int, str] | None:
+    found = _TURN_URL.fullmatch(url)
+    if found is None:
+        return None
+    is_tls = found["scheme"] == "turns"
+    port = int(found["port"] or (_TURNS_PORT if is_tls else _TURN_PORT))
+    if not 0 < port < 65536 or (is_tls and found["transport"] == "udp"):  # TURN over DTLS is not served
+        return None
+    return found["host"].strip("[]"), port, "tls" if is_tls else found["transport"] or "udp"
 
 
 def _offered(message: Mapping[str, Any]) -> _Offered:

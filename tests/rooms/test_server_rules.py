@@ -25,6 +25,7 @@ from peerllm.protocol.errors import SignalingUnreachable
 from peerllm.rooms import RoomClient
 from peerllm.rooms.server import check_url, proxy_for
 from peerllm.rooms.servers import IceServers
+from peerllm.rooms.servers import TurnServers as TurnOffer
 from tests.rooms.house import House, until
 
 NAME = "signaling.test"
@@ -210,6 +211,39 @@ async def test_a_pair_is_offered_a_relay_and_can_renew_it(nothing_is_left_behind
     await until(lambda: one.ice_servers.turn != first)
     await house.close()
     await server.stop()
+
+
+@pytest.mark.parametrize(
+    ("url", "endpoint"),
+    [
+        ("turn:relay.example.org", ("relay.example.org", 3478, "udp")),
+        ("turn:192.0.2.1:80?transport=tcp", ("192.0.2.1", 80, "tcp")),
+        ("turn:[2001:db8::1]:5?transport=udp", ("2001:db8::1", 5, "udp")),
+        ("turns:relay.example.org", ("relay.example.org", 5349, "tls")),
+        ("turns:relay.example.org:443?transport=tcp", ("relay.example.org", 443, "tls")),
+        ("turns:relay.example.org?transport=udp", None),
+        ("turn:relay.example.org:0", None),
+        ("turn:relay.example.org:70000", None),
+        ("stun:relay.example.org", None),
+        ("turn:a b", None),
+        ("", None),
+    ],
+)
+def test_relays_are_read_from_their_urls(url: str, endpoint: tuple[str, int, str] | None) -> None:
+    found = TurnOffer((url,), "name", "credential", 0.0).endpoints()
+    assert found == ([] if endpoint is None else [endpoint])
+
+
+async def test_what_is_offered_is_waited_for_and_no_longer_than_asked(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = await house.pair()
+    assert (await one.offered(5)).stun
+    await two.close()
+    await until(lambda: not one._is_present)
+    begun = time.monotonic()
+    assert (await one.offered(0.05)).stun
+    assert time.monotonic() - begun < 1
 
 
 @pytest.mark.parametrize(
