@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from peerllm.engine import codec
 from peerllm.engine.drafting.base import Drafter, NoDrafter
 from peerllm.engine.drafting.build import build_drafter
+from peerllm.engine.memory import host_memory, plan_for, require
 from peerllm.engine.results import Drafted, Loaded, Prefilled, Stopwatch, Verified
 from peerllm.engine.runner import Runner
 from peerllm.engine.running import make_runner
@@ -128,7 +130,11 @@ class Engine:
         part = ModelSlice(config, layers)
         seconds["build"] = time.perf_counter() - clock
         clock = time.perf_counter()
-        context = min(context or part.shape.max_positions, part.shape.max_positions, limits.MAX_CONTEXT)
+        most = min(part.shape.max_positions, limits.MAX_CONTEXT)
+        plan = partial(plan_for, folder, layers, draft, dtype, weights, slots, device, draft_device)
+        # Without a wish it is what fits; a wish that does not fit is refused.
+        context = min(context, most) if context else max(1, min(most, plan(most).largest_context() or most))
+        require(plan(context), device)
         load_weights(part, folder, codec.DTYPES[dtype], device, progress, weights=weights)
         seconds["weights"] = time.perf_counter() - clock
         clock = time.perf_counter()
@@ -338,13 +344,3 @@ def machine() -> dict[str, Any]:
         "devices": devices,
         "dtypes": dtypes,
     }
-
-
-def host_memory() -> tuple[int, int]:
-    """(available, total) bytes of this machine's memory; zeros where the kernel does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 0, 0
-    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.split()}
-    return kib.get("MemAvailable", 0) * limits.KIB, kib.get("MemTotal", 0) * limits.KIB

@@ -1,7 +1,7 @@
 """A slice's layers by transformers' own modules on static buffers: what graphs capture where Triton is not.
 
-The same interface as `fused.layers.FusedSlice`. A graph of it holds one slot: reaching a slot through an index would copy
-its whole cache.
+The same interface as `fused.layers.FusedSlice`. A graph of it holds one slot: reaching a slot through an index would
+copy its whole cache.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class ModuleSlice:
     def __init__(self, part: ModelSlice, cache: KvCache, *, max_rows: int) -> None:
         self.part = part
         self.cache = cache
+        # A masked value still meets a weight of zero, and zero times what memory happens to hold may be NaN.
+        cache.values.zero_()
         self.slot = 0
         """The slot that the next `forward` (and so the next capture) is for."""
         self.slots = torch.zeros(1, dtype=torch.int32, device=part.device)

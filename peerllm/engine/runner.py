@@ -6,7 +6,9 @@ stands past the position, is masked, and is overwritten.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
@@ -115,9 +117,9 @@ class GraphRunner:
         for slot in range(static.cache.slots if static.is_bound_to_slot else 1):
             self._select(slot)
             for rows in reversed(self._buckets):
-                self._layers[rows, slot] = self._pool.capture(lambda rows=rows: static.forward(rows))  # type: ignore[misc]
+                self._layers[rows, slot] = self._pool.capture(partial(static.forward, rows))
                 if self._part.is_last and rows <= most:
-                    self._verdicts[rows, slot] = self._pool.capture(lambda rows=rows: self._judge(rows))  # type: ignore[misc]
+                    self._verdicts[rows, slot] = self._pool.capture(partial(self._judge, rows))
         self._select(0)
 
     def open(self, slot: int, sampling: Sampling) -> None:
@@ -191,11 +193,11 @@ class Replay(Protocol):
 
 
 class _Eager:
-    def __init__(self, work: object) -> None:
+    def __init__(self, work: Callable[[], Any]) -> None:
         self._work = work
 
     def replay(self) -> None:
-        self._work()  # type: ignore[operator]
+        self._work()
 
 
 class GraphPool:
@@ -203,9 +205,9 @@ class GraphPool:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._handle = None
+        self._handle: Any = None
 
-    def capture(self, work: object) -> Replay:
+    def capture(self, work: Callable[[], Any]) -> Replay:
         """A graph of what `work()` does; three warm-ups on a side stream come first."""
         if self._device.type != "cuda":
             return _Eager(work)
@@ -214,11 +216,11 @@ class GraphPool:
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
                 for _ in range(3):
-                    work()  # type: ignore[operator]
+                    work()
             torch.cuda.current_stream(self._device).wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._handle):
-                work()  # type: ignore[operator]
+                work()
             if self._handle is None:
                 self._handle = graph.pool()
         return graph

@@ -134,7 +134,8 @@ class ModelSlice(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Of the hidden states; weights may be int8."""
-        return self.layers[0].input_layernorm.weight.dtype
+        norm: Any = self.layers[0].input_layernorm
+        return norm.weight.dtype
 
     @property
     def byte_count(self) -> int:

@@ -48,13 +48,7 @@ def load_weights(
         group = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
         groups.setdefault(group, {})[name] = tensor
     for done, (group, names) in enumerate(groups.items()):
-        load_parameters(
-            part,
-            checkpoint,
-            names,
-            dtype,
-            device,
-            lambda fraction, done=done: progress(stage, (done + fraction) / len(groups)),  # type: ignore[misc]
-        )
+        load_parameters(part, checkpoint, names, dtype, device)
+        progress(stage, (done + 1) / len(groups))
         if group and weights == INT8:
             quantise_layer(part.get_submodule(group))

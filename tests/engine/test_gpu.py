@@ -1,4 +1,4 @@
-"""On a CUDA device: graphs and fused kernels against the modules, eager. Runs where torch and transformers are alone."""
+"""On a CUDA device: graphs and fused kernels against the eager modules. Needs torch and transformers alone."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 
@@ -21,9 +22,9 @@ _PREFILL = limits.PREFILL_CHUNK_ROWS
 class GraphDrafter:
     """`ModelDrafter` without a look at the host between candidates.
 
-    A step embeds its token, runs the layers and the head, chooses with the target's noise, writes token and probability,
-    and moves the position: its choice is the next step's input. Top-k and top-p are the target's affair; the draft
-    draws without them.
+    A step embeds its token, runs the layers and the head, chooses with the target's noise, writes token and
+    probability, and moves the position: its choice is the next step's input. Top-k and top-p are the target's affair;
+    the draft draws without them.
 
     Args:
         vocabulary: the target's; columns of the head beyond it are not looked at.
@@ -48,7 +49,7 @@ class GraphDrafter:
         self._chunks: list[dict[int, Replay]] = []
         for slot in range(static.cache.slots if static.is_bound_to_slot else 1):
             self._select(slot)
-            chunks = {rows: pool.capture(lambda rows=rows: static.forward(rows)) for rows in (_PREFILL, 1)}  # type: ignore[misc]
+            chunks = {rows: pool.capture(partial(static.forward, rows)) for rows in (_PREFILL, 1)}
             self._chunks.append(chunks)
             self._steps.append(pool.capture(self._draft_step))
             static.cache.positions.zero_()

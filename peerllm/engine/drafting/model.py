@@ -9,6 +9,7 @@ from peerllm.engine.drafting.base import Proposal, shared_prefix
 from peerllm.engine.sampling import choose, shape_logits
 from peerllm.engine.slice import ModelSlice
 from peerllm.protocol import limits
+from peerllm.protocol.errors import NonFinite
 from peerllm.protocol.requests import Sampling
 
 
@@ -51,7 +52,11 @@ class ModelDrafter:
         while True:
             logits = self._model.logits(hidden[:, -1])[:, : self._vocabulary]
             position = torch.tensor([len(sequence)], device=logits.device)
-            token = int(choose(logits, sampling, position))
+            try:
+                token = int(choose(logits, sampling, position))
+            except NonFinite:
+                # The text never depends on a draft; one that is broken drafts nothing.
+                break
             probability = float(candidate_probability(logits, sampling)[0, token])
             if probability < min_probability:
                 break

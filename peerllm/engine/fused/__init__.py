@@ -12,6 +12,7 @@ transformers' modules stay the reference in tests. Where `is_available` says no,
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ def has_dependent_launch(device: torch.device | str) -> bool:
 
 def supports(part: ModelSlice) -> bool:
     """Whether the slice's block is the one that the kernels compute."""
-    mlp = part.layers[0].mlp
+    mlp: Any = part.layers[0].mlp
     return (
         mlp.gate_proj.bias is None
         and mlp.down_proj.bias is None

@@ -8,6 +8,9 @@ Rows of the block are read from the product that made them, not from the cache, 
 write. Cached rows at or past the position are never loaded.
 """
 
+# Kernels are written in Triton's language, which only looks like Python.
+# mypy: ignore-errors
+
 from __future__ import annotations
 
 import triton

@@ -1,9 +1,12 @@
 """From logits to tokens on the device: noise, argmax, the verdict on a block, the draft's own next step.
 
 The noise is `engine.noise`'s, bit for bit: Philox4x32-10, key = seed, counter = (token // 4, position, 0, 0), word =
-token % 4. A block of the vocabulary gives its best token first; one more program gathers the blocks in order, so that of
-equal scores the lowest token wins, as in torch on the CPU.
+token % 4. A block of the vocabulary gives its best token first; one more program gathers the blocks in order, so that
+of equal scores the lowest token wins, as in torch on the CPU.
 """
+
+# Kernels are written in Triton's language, which only looks like Python.
+# mypy: ignore-errors
 
 from __future__ import annotations
 

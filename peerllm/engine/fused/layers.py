@@ -8,6 +8,7 @@ modules' parameters are views into them, and still compute the same.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,8 +23,9 @@ NARROW = 16
 _TILE = 16
 _MOST_PARTS = 8
 _SHORT = 65
+"""Rows of the largest block that is judged; chunks of a prompt have more."""
 _MOST_PREFETCH_BYTES = 24 << 20
-"""Products larger than this fill the memory's bandwidth by themselves, and would push each other out of the L2 cache."""
+"""Products larger than this fill the memory's bandwidth by themselves, and would crowd the L2 cache."""
 _MOST_DEPENDENT_BYTES = 64 << 20
 """Layers larger than this gain nothing from dependent launch: measured 2 percent slower with it."""
 
@@ -98,7 +100,7 @@ class _Joined:
     k_norm: torch.Tensor | None
 
 
-def _join(layer: nn.Module) -> _Joined:
+def _join(layer: Any) -> _Joined:
     attention_module, mlp = layer.self_attn, layer.mlp
     has_qk_norm = hasattr(attention_module, "q_norm")
     return _Joined(
@@ -113,7 +115,7 @@ def _join(layer: nn.Module) -> _Joined:
     )
 
 
-def _joined(modules: list[nn.Module]) -> _Weight:
+def _joined(modules: list[Any]) -> _Weight:
     """One tensor of each kind of the modules' parameters, which become views of it: nothing is held twice."""
     found: dict[str, torch.Tensor | None] = {}
     for name in ("weight", "bias", "scales"):

@@ -5,6 +5,9 @@ squares of the new rows, or SwiGLU over a joined gate/up matrix. Weights stream 
 neither on the other rows nor on how many there are, as long as the tile's height is the same.
 """
 
+# Kernels are written in Triton's language, which only looks like Python.
+# mypy: ignore-errors
+
 from __future__ import annotations
 
 import triton

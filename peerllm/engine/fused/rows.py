@@ -1,5 +1,8 @@
 """Row-wise kernels: the embedding or a peer's rows as a block's input, and norm and SwiGLU for wide blocks."""
 
+# Kernels are written in Triton's language, which only looks like Python.
+# mypy: ignore-errors
+
 from __future__ import annotations
 
 import triton
@@ -25,10 +28,7 @@ def take_in(
     row = tl.program_id(0)
     offs = tl.arange(0, PADDED)
     mask = offs < WIDTH
-    if IS_EMBEDDING:
-        from_row = tl.load(tokens + row)
-    else:
-        from_row = row.to(tl.int64)
+    from_row = tl.load(tokens + row) if IS_EMBEDDING else row.to(tl.int64)
     values = tl.load(source + from_row * WIDTH + offs, mask=mask, other=0.0)
     tl.store(out + row * WIDTH + offs, values, mask=mask)
     squares = values.to(tl.float32) * values.to(tl.float32)
