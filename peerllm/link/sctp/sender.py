@@ -84,6 +84,7 @@ class Sender:
         self._rack_rtt = 0.0
         self._reordering_multiple = 1
         self._reordering_until = 0.0
+        self._reordering_raised = 0.0
         self._judged_lost: set[int] = set()
         self._rack_at: float | None = None
         self._probe_at: float | None = None
@@ -302,10 +303,15 @@ class Sender:
     def _duplicates_told(self, duplicates: tuple[int, ...], now: float) -> None:
         """What was taken for lost had arrived: the window for reordering was too small, for the next while
         (RFC 8985 section 6.2, step 4)."""
-        if not self._judged_lost.isdisjoint(duplicates):
-            self._judged_lost.difference_update(duplicates)
-            self._reordering_multiple = min(self._reordering_multiple * 2, _MAX_REORDERING_MULTIPLE)
-            self._reordering_until = now + _REORDERING_ROUNDS * (self.window.smoothed or 0.0)
+        if self._judged_lost.isdisjoint(duplicates):
+            return
+        self._judged_lost.difference_update(duplicates)
+        self.window.was_spurious()
+        if now >= self._reordering_raised:
+            rtt = self.window.smoothed or 0.0
+            self._reordering_multiple = min(self._reordering_multiple + 1, _MAX_REORDERING_MULTIPLE)
+            self._reordering_raised = now + rtt
+            self._reordering_until = now + _REORDERING_ROUNDS * rtt
 
     # --- Timers -------------------------------------------------------------------------------------------------------
 

@@ -23,8 +23,10 @@ _NOISE_SECONDS = 0.004
 """A round trip that is longer by less than this has met no queue worth the name."""
 _ALPHA_PACKETS = 5
 _ALPHA_SHARE = 1 / 32
-_LOSS_RATIO = 0.02
-_LOSS_PACKETS = 3
+_LOSS_RATIO = 0.04
+_LOSS_PACKETS = 5
+"""A round trip that lost less lost it by chance: radio, reordering."""
+_GROWTH = 1.5
 _BASE_SECONDS = 10.0
 _DRAIN_SECONDS = 4.0
 """A window in use is halved for a round trip so often, so that both flows over a bottleneck see its true base."""
@@ -49,6 +51,7 @@ class Window:
         self._was_limited = False
         self._train: deque[tuple[float, int]] = deque()
         self._delivered = 0
+        self._before_loss: tuple[float, bool] | None = None
         self._drain_at: float | None = None
         self._undrained: float | None = None
 
@@ -121,19 +124,23 @@ class Window:
             self.size, self._undrained = self._undrained, None
             return
         if lost >= _LOSS_PACKETS * PACKET and lost > _LOSS_RATIO * (lost + delivered):
+            self._before_loss = self.size, self._is_starting
             self._is_starting = False
             self._set(min(self.size, max(delivered, self.size / 2)) * 0.85)
             return
         queueing = max(0.0, rtt - base - _NOISE_SECONDS)
         alpha = _ALPHA_PACKETS * PACKET + self.size * _ALPHA_SHARE
         target = self.size * base / (base + queueing) + alpha
-        if self._is_starting:
-            if queueing * self.size / base > alpha:
-                self._is_starting = False
-            elif was_limited and not self.train_rate:
-                target = max(target, 2 * self.size)
+        queued = queueing * self.size / base
+        if queued > alpha:
+            self._is_starting = False
+        elif was_limited and self._is_starting and not self.train_rate:
+            target = max(target, 2 * self.size)
+        elif was_limited and queued < alpha / 4:
+            # No queue at all, and trains come back faster than this window lets out: what was given up is taken back.
+            target = max(target, min(_GROWTH * self.size, self.train_rate * base))
         if target < self.size or was_limited:
-            self._set(min(target, 2 * self.size) if not self._is_starting else target)
+            self._set(target)
         self._maybe_drain(was_limited, now)
 
     def _maybe_drain(self, was_limited: bool, now: float) -> None:
@@ -149,9 +156,17 @@ class Window:
     def lost(self, size: int) -> None:
         self._round_lost += size
 
+    def was_spurious(self) -> None:
+        """What was taken for lost had arrived: a window that shrank for it is given back (RFC 4015's purpose)."""
+        self._round_lost = 0
+        if self._before_loss is not None:
+            size, self._is_starting = self._before_loss
+            self._before_loss = None
+            self._set(max(self.size, size))
+
     def timed_out(self) -> None:
         """T3: nothing at all came back."""
-        self._undrained = None
+        self._undrained = self._before_loss = None
         self._is_starting = True
         self.train_rate = 0.0
         self._train.clear()
