@@ -3,7 +3,8 @@
     codes, words   what people say to each other          pake      SPAKE2 and key confirmation, sans-I/O
     keys           the state directory                    noise     Noise KK, sans-I/O
     wire           formats of what peers say              attempt   one attempt: fresh keys, sealed messages
-    server         a WebSocket to the signaling server    seated    a peer met again and again
+    server         a WebSocket to the signaling server    rendezvous  one that is kept where two peers meet
+    servers        STUN and TURN that it offers           seated    a peer met again and again
     room           the opener's end                       client    what the daemon calls
 
 `RoomClient` is imported when it is asked for, so that the shell's completion of codes needs neither aiohttp nor keys.

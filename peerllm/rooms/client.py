@@ -22,6 +22,7 @@ from peerllm.rooms import keys, pake, server, wire
 from peerllm.rooms.codes import RoomCode
 from peerllm.rooms.room import Room, new_token, open_room
 from peerllm.rooms.seated import SeatedPeer
+from peerllm.rooms.wire import Introduction
 
 
 class RoomClient:
@@ -108,7 +109,7 @@ class RoomClient:
         identity = await asyncio.to_thread(self.store.identity)
         server.check_url(self.signaling_url, insecure=self._insecure)
         await asyncio.to_thread(self.store.remember, dataclasses.replace(known, met_at=int(self._clock())))
-        return await self._make_seated(identity, known)
+        return self._make_seated(identity, known)
 
     async def _claim(self, code: RoomCode, identity: X25519PrivateKey) -> pake.Paired:
         public = identity.public_key().public_bytes_raw()
@@ -139,19 +140,20 @@ class RoomClient:
             met_at=now,
         )
         await asyncio.to_thread(self.store.remember, known)
-        peer = await self._make_seated(identity, known)
-        peer.introductions.extend(() if is_opener else paired.introductions)
-        return peer
+        return self._make_seated(identity, known, () if is_opener else paired.introductions)
 
-    async def _make_seated(self, identity: X25519PrivateKey, known: keys.KnownRoom) -> SeatedPeer:
+    def _make_seated(
+        self, identity: X25519PrivateKey, known: keys.KnownRoom, introductions: tuple[Introduction, ...] = ()
+    ) -> SeatedPeer:
         peer = SeatedPeer(
-            identity=identity,
-            remote_id=known.remote_key,
+            identity,
+            known.remote_key,
             is_opener=known.is_opener,
             signaling_url=self.signaling_url,
             insecure=self._insecure,
             room_name=known.name,
             versions=self.versions,
+            introductions=introductions,
             clock=self._clock,
         )
         peer.start()

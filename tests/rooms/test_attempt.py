@@ -52,8 +52,8 @@ def test_any_frame_at_all_leaves_a_peer_alive(data: bytes, kind: int) -> None:
     async def feed() -> None:
         for identity, remote in ((ONE, TWO), (TWO, ONE)):
             peer = SeatedPeer(
-                identity=identity,
-                remote_id=remote.public_key().public_bytes_raw(),
+                identity,
+                remote.public_key().public_bytes_raw(),
                 is_opener=True,
                 signaling_url="ws://127.0.0.1",
             )

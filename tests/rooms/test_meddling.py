@@ -334,7 +334,7 @@ async def test_a_beginning_that_the_server_made_is_told_to_the_one_who_accepts(h
         def forge(passing: Passing) -> Iterable[Data]:
             if passing.is_from_client and passing.has_kind(wire.BEGIN):
                 stranger = X25519PrivateKey.generate()
-                return [attempts.Beginning(stranger, accepts.identity.public_key(), 1, wire.VERSIONS).frame]
+                return [attempts.Beginning(stranger, accepts._identity.public_key(), 1, wire.VERSIONS).frame]
             return [passing.data]
 
         relay.meddle = forge

@@ -120,7 +120,7 @@ def answer_for_the_absent(relay: Meddler, accepts: SeatedPeer) -> Meddle:
             return [frame]
         if passing.has_kind(wire.BEGIN):
             stranger = X25519PrivateKey.generate()
-            forged = attempts.Beginning(stranger, accepts.identity.public_key(), 1, wire.VERSIONS).frame
+            forged = attempts.Beginning(stranger, accepts._identity.public_key(), 1, wire.VERSIONS).frame
             relay.say_back(passing, bytes([wire.ANSWER]) + frame[1:9] + (1).to_bytes(2) + forged[13:])
             return [forged]  # and it begins in the other's name, too
         return []

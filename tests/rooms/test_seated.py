@@ -83,7 +83,7 @@ async def test_a_peer_that_comes_while_an_attempt_waits_is_found(house: House) -
     await accepts.close()
     name = "a" if accepts.is_opener else "b"
     beginning = asyncio.create_task(begins.begin(1))
-    await until(lambda: not begins._is_present)
+    await until(lambda: not begins._rendezvous.is_present)
     back = house.keep(await house.client(name).resume())
     async with asyncio.timeout(SECONDS):
         theirs = await back.accept()
@@ -103,10 +103,14 @@ async def test_an_attempt_ends_when_the_other_peer_stays_away(house: House, monk
 async def test_an_attempt_survives_a_new_connection_to_the_server(house: House) -> None:
     begins, accepts = await house.pair()
     ours, theirs = await connect(begins, accepts)
-    presence = begins._presence
-    assert accepts._socket is not None
-    await accepts._socket._socket.close()
-    await until(lambda: begins._presence > presence and begins._is_present and accepts._is_present)
+    presence = begins._rendezvous.presence
+    assert accepts._rendezvous.socket is not None
+    await accepts._rendezvous.socket._socket.close()
+    await until(
+        lambda: (
+            begins._rendezvous.presence > presence and begins._rendezvous.is_present and accepts._rendezvous.is_present
+        )
+    )
     await theirs.send(b"after the break")
     async with asyncio.timeout(SECONDS):
         assert await ours.receive() == b"after the break"
@@ -195,8 +199,7 @@ async def test_the_ghost_does_not_come_back_to_fight(house: House, server: Signa
     back = house.keep(await house.client("a" if ghost.is_opener else "b").resume())
     await until(lambda: ghost._failure is not None)
     await connect(begins, back)
-    assert ghost._runner is not None
-    await until(ghost._runner.done)
+    await until(lambda: not ghost._rendezvous.is_running)
     assert len(server.switchboard.meetings) == 2
 
 
@@ -206,13 +209,19 @@ async def test_a_half_open_socket_is_found_when_the_link_is_suspect_and_replaced
     monkeypatch.setattr(limits, "SIGNALING_PROBE_SECONDS", 0.1)
     async with wire(server.port) as old_path, wire(server.port) as new_path:
         begins, accepts = await house.pair(old_path.url)
-        await until(lambda: begins._is_present and accepts._is_present)
-        old = accepts._socket
+        await until(lambda: begins._rendezvous.is_present and accepts._rendezvous.is_present)
+        old = accepts._rendezvous.socket
         old_path.is_cut = True
-        begins.signaling_url = accepts.signaling_url = new_path.url
+        begins._rendezvous.url = accepts._rendezvous.url = new_path.url
         begun = time.monotonic()
         begins.suspect(), accepts.suspect()
-        await until(lambda: accepts._socket is not old and accepts._is_present and begins._is_present)
+        await until(
+            lambda: (
+                accepts._rendezvous.socket is not old
+                and accepts._rendezvous.is_present
+                and begins._rendezvous.is_present
+            )
+        )
         assert time.monotonic() - begun < 1
         ours, theirs = await connect(begins, accepts)
         assert ours.session_key == theirs.session_key
@@ -226,12 +235,12 @@ async def test_beginning_an_attempt_finds_a_half_open_socket_by_itself(
     monkeypatch.setattr(limits, "SIGNALING_PROBE_SECONDS", 0.1)
     async with wire(server.port) as old_path:
         begins, accepts = await house.pair(old_path.url)
-        await until(lambda: begins._is_present and accepts._is_present)
-        accepts.signaling_url = begins.signaling_url = house.url
+        await until(lambda: begins._rendezvous.is_present and accepts._rendezvous.is_present)
+        accepts._rendezvous.url = begins._rendezvous.url = house.url
         accepts.suspect()
         old_path.is_cut = True
-        assert begins._socket is not None
-        begins._socket.heard_at -= 1  # nothing was heard for longer than a probe takes
+        assert begins._rendezvous.socket is not None
+        begins._rendezvous.socket.heard_at -= 1  # nothing was heard for longer than a probe takes
         await connect(begins, accepts)
         await house.close()
 
@@ -242,11 +251,17 @@ async def test_a_half_open_socket_is_found_without_anyone_asking(
     monkeypatch.setattr(limits, "SIGNALING_HEARTBEAT_SECONDS", 0.2)
     async with wire(server.port) as old_path:
         begins, accepts = await house.pair(old_path.url)
-        await until(lambda: begins._is_present and accepts._is_present)
-        begins.signaling_url = accepts.signaling_url = house.url
+        await until(lambda: begins._rendezvous.is_present and accepts._rendezvous.is_present)
+        begins._rendezvous.url = accepts._rendezvous.url = house.url
         old_path.is_cut = True
-        old = begins._socket, accepts._socket
-        await until(lambda: begins._socket not in old and accepts._socket not in old and begins._can_talk)
+        old = begins._rendezvous.socket, accepts._rendezvous.socket
+        await until(
+            lambda: (
+                begins._rendezvous.socket not in old
+                and accepts._rendezvous.socket not in old
+                and begins._rendezvous.can_talk
+            )
+        )
         await connect(begins, accepts)
         await house.close()
 
@@ -254,13 +269,13 @@ async def test_a_half_open_socket_is_found_without_anyone_asking(
 async def test_suspicion_of_a_socket_that_is_well_changes_nothing(house: House) -> None:
     begins, accepts = await house.pair()
     await connect(begins, accepts)
-    before = begins._socket
+    before = begins._rendezvous.socket
     begins.suspect()
     assert before is not None
     heard = before.heard_at
     await until(lambda: before.heard_at > heard)
     await connect(begins, accepts, 2)
-    assert begins._socket is before
+    assert begins._rendezvous.socket is before
 
 
 async def test_pairs_meet_again_by_themselves_after_the_server_was_started_anew(
@@ -285,9 +300,11 @@ async def test_a_new_utc_day_moves_the_rendezvous_and_the_pair_with_it(house: Ho
     begins, accepts = await house.pair()
     await connect(begins, accepts)
     for peer in (begins, accepts):
-        peer.clock = lambda: time.time() + 86400 * 1.5  # a day and a half later: one id of three is still shared
-        assert peer._socket is not None
-        await peer._meet(peer._socket)
+        peer._rendezvous.clock = lambda: (
+            time.time() + 86400 * 1.5
+        )  # a day and a half later: one id of three is still shared
+        assert peer._rendezvous.socket is not None
+        await peer._rendezvous.meet(peer._rendezvous.socket)
     ours, theirs = await connect(begins, accepts, 2)
     assert ours.session_key == theirs.session_key
 
@@ -308,7 +325,7 @@ async def test_a_release_connects_to_the_one_before(house: House) -> None:
 
 async def test_beginning_can_be_cancelled_without_a_trace(house: House) -> None:
     begins, accepts = await house.pair()
-    await until(lambda: begins._is_present)
+    await until(lambda: begins._rendezvous.is_present)
     for _ in range(20):
         beginning = asyncio.create_task(begins.begin(1))
         await asyncio.sleep(0)
@@ -333,6 +350,6 @@ async def test_a_closed_peer_says_so(house: House) -> None:
 
 async def test_stun_is_offered_by_the_signaling_server(house: House, server: SignalingServer) -> None:
     begins, _ = await house.pair()
-    await until(lambda: begins._is_present)
+    await until(lambda: begins._rendezvous.is_present)
     assert begins.ice_servers.stun == tuple(("127.0.0.1", port) for port in server.stun_ports)
     assert begins.ice_servers.turn is None

@@ -240,7 +240,7 @@ async def test_what_is_offered_is_waited_for_and_no_longer_than_asked(
     one, two = await house.pair()
     assert (await one.offered(5)).stun
     await two.close()
-    await until(lambda: not one._is_present)
+    await until(lambda: not one._rendezvous.is_present)
     begun = time.monotonic()
     assert (await one.offered(0.05)).stun
     assert time.monotonic() - begun < 1
