@@ -48,6 +48,7 @@ _MAX_RECORD_BYTES = 2048
 _PROBE_INFO = 1
 """The heartbeat's one parameter (RFC 9260 section 3.3.5)."""
 _PROBE_AFTER_SECONDS = (0.0, 1.0, 4.0)
+_SLICE_SECONDS = 0.004
 
 log = structlog.get_logger(__name__)
 
@@ -194,11 +195,11 @@ class SctpTransport(StockSctpTransport):
 
     @property
     def slice_bytes(self) -> int:  # type: ignore[override]
-        """What leaves in ten milliseconds, so that something more urgent does not wait longer for its turn."""
+        """What leaves in a few milliseconds, so that something more urgent does not wait longer for its turn."""
         rate = self._association.sender.window.rate if self._association is not None else None
         if rate is None:
             return limits.MAX_SLICE_BYTES
-        return int(min(max(rate * 0.01, limits.MIN_SLICE_BYTES), limits.MAX_SLICE_BYTES))
+        return int(min(max(rate * _SLICE_SECONDS, limits.MIN_SLICE_BYTES), limits.MAX_SLICE_BYTES))
 
     def _data_channel_send(self, channel: Any, data: bytes | str) -> None:
         if self._association is None or self._data_channel_queue or not isinstance(data, bytes) or not data:

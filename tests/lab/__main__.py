@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from tests.lab import figures
 from tests.lab.net import NATS, PUBLIC, Lab, missing
 
 _UNITS = {"loss": 0.01, "jitter": 0.001, "delay": 0.001, "rate": 1e6, "buffer": 0.001, "mtu": 1}
@@ -24,6 +25,11 @@ def _parse() -> argparse.Namespace:
     up.add_argument("--buffer", type=float, default=100.0, metavar="MS")
     up.add_argument("--nat", choices=NATS, action="append", help="of a and b, or twice: of a, of b")
     up.add_argument("--ipv6", choices=("", "also", "only"), default="")
+    up.set_defaults(run=_up)
+    bench = commands.add_parser("figures", help="the link's benchmarks")
+    bench.add_argument("names", nargs="*", choices=[*figures.ALL, []], help="which; all of ours without any")
+    bench.add_argument("--samples", type=int, default=200)
+    bench.set_defaults(run=lambda arguments: figures.main(arguments.names, arguments.samples))
     return parser.parse_args()
 
 
@@ -32,6 +38,10 @@ def main() -> None:
     if reason is not None:
         raise SystemExit(reason)
     arguments = _parse()
+    arguments.run(arguments)
+
+
+def _up(arguments: argparse.Namespace) -> None:
     nats = arguments.nat or ["none"]
     lab = Lab(
         nat=(nats[0], nats[-1]),

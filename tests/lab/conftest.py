@@ -1,0 +1,20 @@
+"""Without root, or without its tools, the lab's tests are skipped with the reason; where they must run, they fail."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.lab.net import missing
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = missing()
+    if reason is None:
+        return
+    if os.environ.get("PEERLLM_TEST_ROOT") == "required":
+        raise pytest.UsageError(f"these tests must not be skipped here: {reason}")
+    for item in items:
+        if item.get_closest_marker("root") is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
