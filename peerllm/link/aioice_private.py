@@ -103,6 +103,8 @@ class IceConnection(aioice.Connection):  # type: ignore[misc]
         self._addresses = list(addresses)
         self._on_candidate = on_candidate
         self._host_protocols: list[IceProtocol] = []
+        self._mapped: dict[tuple[str, int], set[int]] = {}
+        """Ports that STUN servers saw, by host address: more than one is a symmetric NAT."""
         self.on_datagram: Callable[[bytes], None] | None = None
         """Takes every datagram of data as it comes, without a queue and a task switch; None: aioice's queue."""
         self.delay_line = DelayLine(delay_seconds) if delay_seconds > 0 else None
@@ -167,6 +169,7 @@ class IceConnection(aioice.Connection):  # type: ignore[misc]
             log.debug("ice.stun_silent")
             return
         base = protocol.local_candidate
+        self._mapped.setdefault((base.host, base.port), set()).add(port)
         if any((known.host, known.port) == (host, port) for known in self._local_candidates):
             return
         self._publish(
@@ -216,6 +219,19 @@ class IceConnection(aioice.Connection):  # type: ignore[misc]
         self.sort_check_list()
         self._publish(protocol.local_candidate)
         return True
+
+    @property
+    def has_relay(self) -> bool:
+        return any(protocol.is_relay for protocol in self._protocols)
+
+    @property
+    def has_stun_answer(self) -> bool:
+        return bool(self._mapped)
+
+    @property
+    def is_nat_symmetric(self) -> bool:
+        """Two STUN servers saw the same socket at different ports; a path has to begin from this side."""
+        return any(len(ports) > 1 for ports in self._mapped.values())
 
     def _publish(self, candidate: Any) -> None:
         if not self._closing:

@@ -140,7 +140,7 @@ class Connection:
             LinkState.SIGNALING,
             limits.SIGNALING_SECONDS,
             self._exchange_descriptions(),
-            PeerAway("the other peer does not answer through the signaling server"),
+            lambda: PeerAway("The other peer does not answer through the signaling server."),
         )
         sending = self._spawn(self._send_candidates())
         self._spawn(self._listen())
@@ -148,26 +148,26 @@ class Connection:
             LinkState.ICE,
             limits.ICE_SECONDS,
             self._transport.connect(remote),
-            NoPath("no network path to the other peer was found"),
+            lambda: NoPath(self._transport.why_no_path()),
         )
         self._transport.stop_gathering()
         await self._phase(
             LinkState.HELLO,
             limits.HELLO_SECONDS,
             self._greet(),
-            LinkError("the other peer did not say HELLO in time"),
+            lambda: LinkError("The other peer did not say HELLO in time."),
         )
         sending.cancel()
 
     async def _phase(
-        self, state: LinkState, seconds: float, work: Coroutine[Any, Any, Any], on_timeout: PeerllmError
+        self, state: LinkState, seconds: float, work: Coroutine[Any, Any, Any], on_timeout: Callable[[], PeerllmError]
     ) -> Any:
         self._on_phase(state)
         try:
             async with asyncio.timeout(seconds):
                 return await work
         except TimeoutError:
-            raise on_timeout from None
+            raise on_timeout() from None
 
     async def _exchange_descriptions(self) -> Description:
         mine = await self._transport.open_sockets()

@@ -62,7 +62,7 @@ class Transport:
         self._is_closing = False
         self._gathering: asyncio.Task[None] | None = None
         self._remote_count = 0
-        self._seen: set[tuple[str, int]] = set()
+        self._remote_mapped: list[str] = []
         addresses = [_LOOPBACK] if config.loopback else local_addresses()
         self._connection = IceConnection(
             controlling=is_controlling,
@@ -141,6 +141,8 @@ class Transport:
                 log.debug("ice.candidate_passed_over", kind=each.kind)
                 continue
             self._remote_count += 1
+            if each.kind == "srflx":
+                self._remote_mapped.append(each.address)
             await self._ice.addRemoteCandidate(
                 RTCIceCandidate(
                     component=1,
@@ -163,7 +165,7 @@ class Transport:
         await self.add_candidates(remote.candidates)
         await self._ice.start(RTCIceParameters(usernameFragment=remote.username, password=remote.password))
         if self._ice.state != "completed":
-            raise NoPath("no network path to the other peer was found")
+            raise NoPath(self.why_no_path())
         digest = ":".join(f"{byte:02X}" for byte in remote.fingerprint)
         await self._dtls.start(RTCDtlsParameters(fingerprints=[RTCDtlsFingerprint("sha-256", digest)]))
         if self._dtls.state != "connected":
@@ -172,6 +174,21 @@ class Transport:
             self._dtls.go_direct(self._connection, self._sctp.take)
         await self._sctp.start(RTCSctpCapabilities(maxMessageSize=remote.max_message_bytes), remote.sctp_port)
         await self._opened.wait()
+
+    def why_no_path(self) -> str:
+        """In words, with what would help; what is known of both sides' NATs is from the candidates."""
+        found = "No network path to the other peer was found"
+        if self._connection.has_relay:
+            return f"{found}, not even through the relay: the other peer's network may block what this one's lets out."
+        relay = "The signaling server offers no relay that answers: see docs/relay.md."
+        ours = self._connection.is_nat_symmetric
+        theirs = len(self._remote_mapped) > len(set(self._remote_mapped))
+        if ours or theirs:
+            who = "both peers are" if ours and theirs else "this peer is" if ours else "the other peer is"
+            return f"{found}: {who} behind a NAT that gives each connection another port, so a relay is needed. {relay}"
+        if self._config.stun and not self._connection.has_stun_answer:
+            return f"{found}: no STUN server answers this peer, so its network seems to block UDP. {relay}"
+        return f"{found}: a firewall or a NAT on one of the two sides lets nothing in. {relay}"
 
     @property
     def path(self) -> str | None:

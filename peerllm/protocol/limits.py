@@ -179,7 +179,7 @@ SIGNALING_SECONDS = 4.0
 ICE_SECONDS = 6.0
 """From then to an open data channel: ICE, DTLS and SCTP."""
 HELLO_SECONDS = 5.0
-LINK_START_SECONDS = 14.0
+LINK_START_SECONDS = 12.0
 """The first connection, all attempts together; a clear message within 15 s is promised."""
 LINK_CLOSE_SECONDS = 2.0
 FIRST_ATTEMPT_SECONDS = 3.0

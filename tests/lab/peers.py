@@ -80,9 +80,9 @@ class LabPeer:
             raise PeerFailed(message["error"], message["message"])
         return message.get("result", message)
 
-    def ask(self, name: str, seconds: float = SECONDS, **arguments: Any) -> Any:
+    def ask(self, name: str, wait: float = SECONDS, **arguments: Any) -> Any:
         self.do(name, **arguments)
-        return self.result(name, seconds)
+        return self.result(name, wait)
 
     def wait_state(self, state: str, *, epoch_above: int = -1, seconds: float = 30.0) -> float:
         """When the peer came to be in `state`, now or later."""

@@ -19,9 +19,9 @@ PACKET = 1_200
 _TRAIN_BYTES = 8 * PACKET
 _TRAIN_SECONDS = 0.002
 """A rate is judged over at least so much of a train: SACKs come in lumps of the other machine's scheduling."""
-_NOISE_SECONDS = 0.004
+_NOISE_SECONDS = 0.008
 """A round trip that is longer by less than this has met no queue worth the name."""
-_ALPHA_PACKETS = 5
+_ALPHA_PACKETS = 6
 _ALPHA_SHARE = 1 / 32
 _LOSS_RATIO = 0.04
 _LOSS_PACKETS = 5
