@@ -248,6 +248,8 @@ class Room:
         """In a thread, one at a time, and for the same time whatever it computes: the package's scalar multiplication
         is faster for some words than for others, and a stranger may ask for it as often as a claim can be made."""
         async with self._arithmetic:
+            if self.wrong_guesses >= limits.MAX_WRONG_GUESSES:  # the room is closing, and perhaps held up in that
+                raise ProtocolError("the room is closed")
             until = time.monotonic() + limits.SPAKE2_SECONDS
             try:
                 return await asyncio.to_thread(work, data)

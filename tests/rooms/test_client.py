@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 from peerllm_signaling import limits as server_limits
@@ -19,7 +20,9 @@ from peerllm.protocol.errors import (
     VersionMismatch,
     WrongCode,
 )
+from peerllm.rooms import pake, wire
 from peerllm.rooms.codes import RoomCode
+from peerllm.rooms.room import _Claim
 from peerllm.rooms.wire import Introduction, Versions
 from tests.rooms.house import SECONDS, House, connect, signaling, until
 
@@ -60,6 +63,47 @@ async def test_ten_wrong_guesses_close_the_room_and_both_users_are_told(house: H
             await room.admit()
     with pytest.raises(RoomNotFound):  # the right words come too late
         await house.client("b").join(str(room.code))
+
+
+async def test_guesses_made_at_once_are_ten_at_most(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even while the opener's refusals, and its word that the room is closed, are held up."""
+    guesses: list[int] = []
+    room = await house.open(house.client("a"), on_guess=lambda count, _: guesses.append(count))
+    held = asyncio.Event()
+    refuse = room._refuse
+
+    async def hold(*args: Any) -> None:
+        await held.wait()
+        await refuse(*args)
+
+    monkeypatch.setattr(room, "_refuse", hold)
+    stranger = house.client("stranger")
+    await asyncio.to_thread(stranger.store.identity)
+    joining = [asyncio.create_task(stranger.join(wrong(room.code))) for _ in range(8)]
+    await until(lambda: len(guesses) == 8)
+    # A lying server: those are gone, and here are others.
+    joiners = {number: pake.Joiner(room.code.number, b"zoo-zoo-zoo", b"K" * 32) for number in range(100, 106)}
+
+    really_tell = room._tell
+
+    async def tell(claim: _Claim, body: bytes) -> None:
+        if claim.number not in joiners:
+            await really_tell(claim, body)
+        elif body[:4] == wire.MAGIC:
+            claim.put(joiners[claim.number].take_greeting(body))
+
+    monkeypatch.setattr(room, "_tell", tell)
+    others = [
+        asyncio.create_task(room._answer(_Claim(number=number), joiner.greeting()))
+        for number, joiner in joiners.items()
+    ]
+    await until(lambda: len(guesses) == 10)
+    await asyncio.sleep(3 * limits.SPAKE2_SECONDS)  # time for an eleventh, if there were one
+    assert guesses == list(range(1, 11))
+    held.set()
+    await asyncio.gather(*joining, *others, return_exceptions=True)
+    with pytest.raises(RoomClosed):
+        await room.admit()
 
 
 async def test_a_third_is_told_that_the_room_is_crowded_and_those_inside_go_on(house: House) -> None:
