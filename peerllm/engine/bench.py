@@ -135,7 +135,7 @@ class Bench:
     def draft(self, shape: str) -> None:
         config = named_config(shape)
         times = {}
-        for path in self.paths:
+        for path in self._exact_paths:
             part = random_slice(config, LayerRange(0, config.num_hidden_layers), dtype=self.dtype, device=self.device)
             part.prepare(self.context + limits.MAX_CANDIDATES + 1)
             cache = part.make_cache(slots=1, capacity=self.context + limits.MAX_CANDIDATES + 1)

@@ -18,17 +18,6 @@ from peerllm.engine.fused import attention, matmul, rows
 from peerllm.engine.int8 import is_quantised
 from peerllm.engine.slice import ModelSlice
 
-NARROW = 16
-"""Rows of a tile of the matrix units: up to so many cost the same."""
-_TILE = 16
-_MOST_PARTS = 8
-_SHORT = 65
-"""Rows of the largest block that is judged; chunks of a prompt have more."""
-_MOST_PREFETCH_BYTES = 24 << 20
-"""Products larger than this fill the memory's bandwidth by themselves, and would crowd the L2 cache."""
-_MOST_DEPENDENT_BYTES = 64 << 20
-"""Layers larger than this gain nothing from dependent launch: measured 2 percent slower with it."""
-
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
@@ -39,6 +28,23 @@ class Tiling:
     warps: int
     stages: int
     parts: int = 1
+
+
+NARROW = 16
+"""Rows of a tile of the matrix units: up to so many cost the same."""
+_NARROW_INT8 = 128
+"""The library has no product of int8 weights with float16 rows: ours serves up to so many, and wider blocks widen the
+weights first."""
+_TILING_INT8 = Tiling(64, 64, 4, 3)
+"""Of blocks with more than NARROW rows."""
+_TILE = 16
+_MOST_PARTS = 8
+_SHORT = 65
+"""Rows of the largest block that is judged; chunks of a prompt have more."""
+_MOST_PREFETCH_BYTES = 24 << 20
+"""Products larger than this fill the memory's bandwidth by themselves, and would crowd the L2 cache."""
+_MOST_DEPENDENT_BYTES = 64 << 20
+"""Layers larger than this gain nothing from dependent launch: measured 2 percent slower with it."""
 
 
 TILINGS: dict[tuple[int, int, bool], Tiling] = {
@@ -83,7 +89,8 @@ class _Weight:
         if self.scales is None:
             return self.values
         out = room[: self.values.numel()].view(self.values.shape)
-        return torch.mul(self.values, self.scales[:, None].to(dtype), out=out)
+        # Not after the product: there, sums of int8 times hidden states pass float16's range.
+        return out.copy_(self.values).mul_(self.scales[:, None].to(dtype))
 
 
 @dataclass(slots=True)
@@ -177,7 +184,8 @@ class FusedSlice:
         # Wide blocks multiply by the library's products, which take no int8: one weight at a time is widened.
         largest = max(shape.intermediate * 2, self._qkv_width) * shape.width if is_quantised(part) else 0
         self._unquantised = buffer(largest)
-        self._sums = [buffer(NARROW, self._sums_stride, of=torch.float32) for _ in range(2)]
+        self._narrow = min(max_rows, _NARROW_INT8) if is_quantised(part) else NARROW
+        self._sums = [buffer(max(NARROW, self._narrow), self._sums_stride, of=torch.float32) for _ in range(2)]
         self._sum_count = 1
         # Enough programs for every multiprocessor at a thousand positions; longer caches take longer splits.
         self._split = min(128, max(4096 // shape.head_dim, _power_of_two(-(-cache.capacity // 64))))
@@ -202,7 +210,7 @@ class FusedSlice:
         """Hidden states `[batch * rows_each, width]` (a static buffer) of what stands in `tokens` or `source`, at the
         positions of `slots`. Positions are not advanced."""
         count = rows_each * batch
-        is_narrow = count <= NARROW
+        is_narrow = count <= self._narrow
         self._take_in(count)
         for index, layer in enumerate(self._layers):
             if is_narrow:
@@ -231,8 +239,8 @@ class FusedSlice:
         width = self.part.shape.width
         source = self._source if self.part.embed is None else self.part.embed.weight
         # Wide blocks use no sums; all their rows' land in row 0 of nothing that is read.
-        sums = self._sums[0] if count <= NARROW else self._delta.view(torch.float32)
-        stride = self._sums_stride if count <= NARROW else 1
+        sums = self._sums[0] if count <= self._narrow else self._delta.view(torch.float32)
+        stride = self._sums_stride if count <= self._narrow else 1
         rows.take_in[(count,)](
             source, self.tokens, self.hidden, sums,
             WIDTH=width, PADDED=_power_of_two(width), SUMS_STRIDE=stride,
@@ -244,7 +252,7 @@ class FusedSlice:
     def _narrow_layer(self, index: int, layer: _Joined, rows_each: int, batch: int) -> None:
         count = rows_each * batch
         self._matmul(self.hidden, layer.qkv, self._qkv, count, norm=layer.first_norm, sums_in=0)
-        self._attention(index, layer, rows_each, batch)
+        self._attend(index, layer, rows_each, batch)
         self._matmul(self._attended, layer.output, self.hidden, count, sums_out=1)
         self._matmul(self.hidden, layer.gate_up, self._inner, count, norm=layer.second_norm, sums_in=1, is_gated=True)
         self._matmul(self._inner, layer.down, self.hidden, count, sums_out=0)
@@ -257,10 +265,7 @@ class FusedSlice:
             self._add_and_norm(count, None, layer.first_norm)
         normed, delta, inner = self._normed[:count], self._delta[:count], self._inner[:count]
         self._wide_matmul(normed, layer.qkv, self._qkv[:count])
-        if rows_each == 1:
-            self._attention(index, layer, rows_each, batch)
-        else:
-            self._wide_attention(index, layer, rows_each, batch)
+        self._attend(index, layer, rows_each, batch)
         self._wide_matmul(self._attended[:count], layer.output, delta)
         self._add_and_norm(count, delta, layer.second_norm)
         self._wide_matmul(normed, layer.gate_up, self._gate_up[:count])
@@ -303,6 +308,8 @@ class FusedSlice:
         depth = values.shape[1]
         columns = values.shape[0] // 2 if is_gated else values.shape[0]
         tiling = TILINGS.get((columns, depth, is_gated)) or default_tiling(columns, depth, is_gated=is_gated)
+        if count > NARROW:
+            tiling = _TILING_INT8
         blocks = -(-columns // tiling.block_n)
         size = values.numel() * values.element_size()
         matmul.block_matmul[(blocks, tiling.parts)](
@@ -310,7 +317,7 @@ class FusedSlice:
             None if sums_in is None else self._sums[sums_in],
             None if sums_out is None else self._sums[sums_out],
             out, self._product_partial, self._product_arrived, count, columns, self._sum_count, self._eps,
-            K=depth, BLOCK_M=NARROW, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
+            K=depth, BLOCK_M=max(NARROW, _power_of_two(count)), BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
             SUMS=_power_of_two(self._sum_count), SUMS_STRIDE=self._sums_stride, PARTS=tiling.parts,
             HAS_NORM=norm is not None, HAS_BIAS=weight.bias is not None, HAS_RESIDUAL=sums_out is not None,
             IS_GATED=is_gated, IS_INT8=weight.scales is not None, IS_FP32=self._is_fp32,
@@ -319,6 +326,12 @@ class FusedSlice:
         )  # fmt: skip
         if sums_out is not None:
             self._sum_count = blocks
+
+    def _attend(self, index: int, layer: _Joined, rows_each: int, batch: int) -> None:
+        if rows_each == 1 or rows_each * batch <= NARROW:
+            self._attention(index, layer, rows_each, batch)
+        else:
+            self._wide_attention(index, layer, rows_each, batch)
 
     def _attention(self, index: int, layer: _Joined, rows_each: int, batch: int) -> None:
         shape, cache = self.part.shape, self.cache

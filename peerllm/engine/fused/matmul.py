@@ -18,13 +18,18 @@ from peerllm.engine.fused.dependent import dependents_may_start, prefetch, wait_
 
 @triton.jit
 def _weights(
-    w, scales, offs_n, offs_k, n, k, W_STRIDE: tl.constexpr, EVEN_K: tl.constexpr, dtype: tl.constexpr
+    w, offs_n, offs_k, n, k, W_STRIDE: tl.constexpr, EVEN_K: tl.constexpr, IS_INT8: tl.constexpr,
+    dtype: tl.constexpr,
 ):  # fmt: skip
     place = w + offs_n[None, :].to(tl.int64) * W_STRIDE + offs_k[:, None]
     if EVEN_K:
         tile = tl.load(place, mask=offs_n[None, :] < n, other=0)
     else:
         tile = tl.load(place, mask=(offs_n[None, :] < n) & (offs_k[:, None] < k), other=0)
+    if IS_INT8 and dtype == tl.float16:
+        # A conversion costs more than the product here. 0x6400 + u are float16's bits of 1024 + u, exactly.
+        biased = (tile.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
+        return biased.to(tl.float16, bitcast=True) - 1152.0
     return tile.to(dtype)
 
 
@@ -98,10 +103,10 @@ def block_matmul(
                 weight = tl.load(norm_weight + offs_k, mask=offs_k < K, other=0.0)
             # The rounding of the modules: normalise in float32, round, then the weight.
             rows_in = (rows_in.to(tl.float32) * scale[:, None]).to(dtype) * weight[None, :]
-        tile = _weights(w, scales, offs_n, offs_k, n, K, K, EVEN_K, dtype)
+        tile = _weights(w, offs_n, offs_k, n, K, K, EVEN_K, IS_INT8, dtype)
         total = tl.dot(rows_in, tile, total, input_precision=precision)
         if IS_GATED:
-            tile_up = _weights(w + n.to(tl.int64) * K, scales, offs_n, offs_k, n, K, K, EVEN_K, dtype)
+            tile_up = _weights(w + n.to(tl.int64) * K, offs_n, offs_k, n, K, K, EVEN_K, IS_INT8, dtype)
             total_up = tl.dot(rows_in, tile_up, total_up, input_precision=precision)
     if PARTS == 1:
         _finish(
