@@ -7,7 +7,7 @@ import asyncio
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from peerllm.cli.client import default_state_dir, socket_path
 from peerllm.cli.terminal import printable
@@ -96,10 +96,14 @@ def config_of(args: argparse.Namespace, **more: object) -> DaemonConfig:
 class Terminal:
     """The person: notices become lines, what takes long becomes progress."""
 
-    def __init__(self, config: DaemonConfig) -> None:
+    def __init__(
+        self, config: DaemonConfig, *, join_command: str = "peerllm join", stream: TextIO | None = None
+    ) -> None:
         from peerllm.cli.progress import Progress
 
         self._config = config
+        self._join_command = join_command
+        self._stream = stream
         self._progress = Progress(sys.stderr)
         self._last: Notice | None = None
 
@@ -113,30 +117,34 @@ class Terminal:
             return  # "waiting" once is enough, however often it is tried
         self._last = notice
         self._progress.done()
-        if isinstance(notice, events.RoomOpened):
-            print(f"Room code: {notice.code}")
-            print("On the other machine, type:")
-            print(f"  peerllm join {notice.code} --signaling {self._config.signaling}")
-            print("Waiting for the other peer …", flush=True)
-        elif isinstance(notice, events.PeerSeated):
-            print(f"The other peer is here; this room is {notice.room} from now on. Connecting …", flush=True)
-        elif isinstance(notice, events.WrongGuess):
-            print(
-                f"Somebody tried wrong words for this room: {notice.guesses} so far. {notice.left} more close it.",
-                flush=True,
-            )
-        elif isinstance(notice, events.Connected):
-            rtt = "" if notice.rtt_ms is None else f", round trip {notice.rtt_ms:.0f} ms"
-            print(f"Connected ({notice.path or 'unknown path'}{rtt}).", flush=True)
-        elif isinstance(notice, events.ReadyToServe):
-            role = "drafts" if notice.is_drafting else "verifies"
-            print(
-                f"Ready: {printable(notice.model)}, layers {notice.layers} of {notice.all_layers} here, "
-                f"context {notice.context}; this peer {role}."
-            )
-            print(f'Ask: peerllm ask "…" --socket {self._config.socket}', flush=True)
-        elif isinstance(notice, events.Trouble):
+        if isinstance(notice, events.Trouble):
             print(printable(notice.message), file=sys.stderr, flush=True)
+        else:
+            print(self._words(notice), file=self._stream or sys.stdout, flush=True)
+
+    def _words(self, notice: Notice) -> str:
+        from peerllm.daemon import events
+
+        if isinstance(notice, events.RoomOpened):
+            options = f"--signaling {self._config.signaling}" + " --insecure" * self._config.is_insecure
+            return (
+                f"Room code: {notice.code}\nOn the other machine, type:\n"
+                f"  {self._join_command} {notice.code} {options}\nWaiting for the other peer …"
+            )
+        if isinstance(notice, events.PeerSeated):
+            return f"The other peer is here; this room is {notice.room} from now on. Connecting …"
+        if isinstance(notice, events.WrongGuess):
+            return f"Somebody tried wrong words for this room: {notice.guesses} so far. {notice.left} more close it."
+        if isinstance(notice, events.Connected):
+            rtt = "" if notice.rtt_ms is None else f", round trip {notice.rtt_ms:.0f} ms"
+            return f"Connected ({notice.path or 'unknown path'}{rtt})."
+        if isinstance(notice, events.ReadyToServe):
+            role = "drafts" if notice.is_drafting else "verifies"
+            return (
+                f"Ready: {printable(notice.model)}, layers {notice.layers} of {notice.all_layers} here, "
+                f'context {notice.context}; this peer {role}.\nAsk: peerllm ask "…" --socket {self._config.socket}'
+            )
+        raise TypeError(f"no words for {type(notice).__name__}")
 
     async def may_download(self, question: str) -> bool:
         self._progress.done()

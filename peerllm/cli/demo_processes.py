@@ -75,6 +75,13 @@ class Child:
                     raise DemoFailed(f"the {self.name} process ended early:\n{self.log_tail()}")
                 self._buffer += data
 
+    def wait_end(self, timeout: float) -> int:
+        """The exit status. Raises DemoFailed if it does not end in time."""
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise DemoFailed(f"the {self.name} process did not end within {timeout:.0f} s") from None
+
     def log_tail(self) -> str:
         lines = self._log.read_text(errors="replace").splitlines()[-15:]
         return "\n".join(f"  {self.name}: {line}" for line in lines)

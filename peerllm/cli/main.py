@@ -22,12 +22,13 @@ COMMANDS = {
     "chat": "hold a conversation",
     "status": "show peers, layer ranges, link and where a round's time goes",
     "models": "list the models on this machine",
+    "bench": "measure: the link between two machines",
     "completion": "print the shell's completion of commands and room codes",
     "demo": "two peers on this machine: ask, compare, measure",
 }
 """Each is a module of this package, with `add_arguments(parser)` and `run(args) -> exit status`."""
 
-_WITHOUT_SOCKET = ("demo", "rooms", "completion")
+_WITHOUT_SOCKET = ("bench", "demo", "rooms", "completion")
 """Commands that ask no daemon; the demo's own have sockets of their own."""
 
 EXIT_FAILED = 1

@@ -14,16 +14,17 @@ from peerllm import __version__
 from peerllm.daemon.channel import MessageChannel
 from peerllm.daemon.config import DaemonConfig
 from peerllm.daemon.engine import Engine
-from peerllm.daemon.events import Connected, PeerSeated, Person, ReadyToServe, RoomOpened, Trouble, WrongGuess
+from peerllm.daemon.events import Connected, Person, ReadyToServe, Trouble
+from peerllm.daemon.meeting import make_link, meet
 from peerllm.daemon.serving import Serving
 from peerllm.daemon.settings import remember_settings
 from peerllm.daemon.setup import Agreed, Setup
-from peerllm.link import Link, LinkConfig, LinkState
+from peerllm.link import Link, LinkState
 from peerllm.protocol import cbor, limits
 from peerllm.protocol.errors import PeerAway, PeerllmError, ProtocolError, RoomIncomplete
 from peerllm.protocol.messages import Loading, Message, Offer, Ready, Refusal
 from peerllm.protocol.requests import Event, GenerateRequest, ModelInfo
-from peerllm.rooms import RoomClient, SeatedPeer
+from peerllm.rooms import SeatedPeer
 from peerllm.telemetry.watchdog import LoopWatchdog
 
 log = structlog.get_logger(__name__)
@@ -74,7 +75,8 @@ class Node:
         """
         await self._engine.start()
         await self._setup.describe()
-        peer = self._peer = await self._meet()
+        self._state = "waiting"
+        peer = self._peer = await meet(self._config, self._person.tell)
         await asyncio.to_thread(remember_settings, self._config, peer.room_name)
         has_served = self._config.resume is not None
         while True:
@@ -126,25 +128,9 @@ class Node:
         closing += [part.close() for part in (self._link, self._peer) if part is not None]
         await asyncio.gather(*closing, return_exceptions=True)
 
-    async def _meet(self) -> SeatedPeer:
-        config = self._config
-        client = RoomClient(config.signaling, config.state_dir, insecure=config.is_insecure)
-        self._state = "waiting"
-        if config.resume is not None:
-            return await client.resume(config.resume or None)
-        if config.room_code is not None:
-            peer = await client.join(config.room_code)
-        else:
-            room = await client.open(on_guess=lambda wrong, left: self._person.tell(WrongGuess(wrong, left)))
-            self._person.tell(RoomOpened(str(room.code)))
-            peer = await room.admit()
-        self._person.tell(PeerSeated(peer.room_name))
-        return peer
-
     async def _connect(self, peer: SeatedPeer) -> MessageChannel:
         """Raises PeerAway, NoPath, LinkError, VersionMismatch."""
-        config = LinkConfig(loopback=self._config.is_loopback, added_rtt_ms=self._config.added_rtt_ms)
-        link = self._link = Link(peer, config, hello=self._hello, on_hello=self._their_hello)
+        link = self._link = make_link(self._config, peer, self._hello, self._their_hello)
         link.on_state = self._link_state_changed
         await link.start()
         stats = link.stats()

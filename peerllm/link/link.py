@@ -30,6 +30,7 @@ class Link:
     """
     Args:
         peer: the authenticated peer, from `rooms`.
+        config: or what gives it for each attempt: signaling offers other relays as time goes by.
         hello: this side's HELLO body for each new connection, at most MAX_HELLO_BYTES.
         on_hello: called with the peer's body before each new epoch is UP. A PeerllmError that it raises refuses the
             peer: both sides' `start` raise it, and both links are DOWN.
@@ -40,12 +41,13 @@ class Link:
     def __init__(
         self,
         peer: SeatedPeer,
-        config: LinkConfig,
+        config: LinkConfig | Callable[[], LinkConfig],
         hello: Callable[[], bytes],
         on_hello: Callable[[bytes], None],
     ) -> None:
         self._peer = peer
-        self._config = config
+        self._make_config = config if callable(config) else lambda: config
+        self._config = self._make_config()
         self._hello = hello
         self._on_hello = on_hello
         self.on_state: Callable[[LinkState], None] | None = None
@@ -208,7 +210,7 @@ class Link:
             self._attempts.pop(oldest).cancel()
         connection = Connection(
             attempt,
-            self._config,
+            self._make_config(),
             is_controlling=self.is_controlling,
             hello=self._hello,
             on_phase=self._phase,

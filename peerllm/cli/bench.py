@@ -1,0 +1,69 @@
+"""`peerllm bench link [CODE]`: opens a room and waits, or joins one and measures; both end when it is done."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from peerllm.cli.daemon_options import Terminal
+from peerllm.protocol.errors import BadRequest
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=("link",), help="link: how long a block takes, by its size")
+    parser.add_argument("code", nargs="?", metavar="CODE", help="join this room and measure; without it, open one")
+    parser.add_argument("--signaling", metavar="URL", default=os.environ.get("PEERLLM_SIGNALING"))
+    parser.add_argument("--insecure", action="store_true", help="allow ws:// to a server beyond this machine")
+    parser.add_argument("--samples", type=int, default=200, metavar="N", help="exchanges of each size (default 200)")
+    parser.add_argument("--loopback", action="store_true", help="keep the link on 127.0.0.1 (both on one machine)")
+    parser.add_argument("--rtt", type=float, default=0.0, metavar="MS", help="add this round trip to the link")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+
+
+def run(args: argparse.Namespace) -> int:
+    import uvloop
+
+    from peerllm.daemon.bench import bench_link
+    from peerllm.daemon.config import DaemonConfig
+    from peerllm.telemetry.logging import configure_logging
+
+    if not args.signaling:
+        raise BadRequest("no signaling server is named: pass --signaling ws://HOST:PORT, or set PEERLLM_SIGNALING")
+    if args.samples < 1:
+        raise BadRequest("--samples is a number from 1 up")
+    configure_logging(args.log_level)
+    # Keys of its own: a daemon may be running with this user's.
+    with tempfile.TemporaryDirectory(prefix="peerllm-bench-") as folder:
+        config = DaemonConfig(
+            signaling=args.signaling,
+            state_dir=Path(folder),
+            socket=Path(folder) / "unused",
+            room_code=args.code,
+            is_insecure=args.insecure,
+            is_loopback=args.loopback,
+            added_rtt_ms=args.rtt,
+        )
+        person = Terminal(config, join_command="peerllm bench link", stream=sys.stderr if args.json else sys.stdout)
+        figures = uvloop.run(bench_link(config, person, samples=args.samples))
+    if figures is not None:
+        print(json.dumps(figures, indent=1) if args.json else _table(figures))
+    return 0
+
+
+def _table(figures: dict[str, Any]) -> str:
+    lines = [
+        f"{figures['path']}, round trip {figures['rtt_ms']:.1f} ms at the least",
+        f"{'bytes':>9} {'direction':>9} {'p50 ms':>9} {'p95 ms':>9} {'p99 ms':>9} {'retransmitted':>14}",
+    ]
+    lines += [
+        f"{block['bytes']:>9} {block['direction']:>9} {block['p50_ms']:>9.1f} {block['p95_ms']:>9.1f} "
+        f"{block['p99_ms']:>9.1f} {block['retransmitted']:>14}"
+        for block in figures["blocks"]
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,36 @@
+"""`peerllm bench link`: how long blocks take between two machines, over the room and the link of the real thing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peerllm.daemon.config import DaemonConfig
+from peerllm.daemon.events import Connected, Person, Progress
+from peerllm.daemon.meeting import make_link, meet
+from peerllm.link import bench
+from peerllm.rooms.keys import StateLock
+
+
+async def bench_link(config: DaemonConfig, person: Person, *, samples: int) -> dict[str, Any] | None:
+    """The joiner's figures (see link.bench.measure); None for the opener, which answers until the joiner is done.
+
+    Raises:
+        PeerllmError: no room, no path, the other side went away.
+    """
+    with StateLock(config.state_dir):
+        peer = await meet(config, person.tell)
+        link = make_link(config, peer, hello=lambda: b"", on_hello=lambda body: None)
+        try:
+            await link.start()
+            stats = link.stats()
+            person.tell(Connected(stats.path, stats.rtt_ms))
+            if peer.is_opener:
+                await bench.serve(link)
+                return None
+            person.tell(Progress("measuring", 0.0))
+            figures = await bench.measure(link, samples=samples)
+            await bench.finish(link)
+            return figures
+        finally:
+            await link.close()
+            await peer.close()

@@ -1,0 +1,53 @@
+"""Meeting the other peer: a room opened, joined or resumed, and the link that goes through what the room offers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from peerllm.daemon.config import DaemonConfig
+from peerllm.daemon.events import PeerSeated, RoomOpened, Tell, WrongGuess
+from peerllm.link import Link, LinkConfig, TurnServer
+from peerllm.rooms import RoomClient, SeatedPeer
+
+
+async def meet(config: DaemonConfig, tell: Tell) -> SeatedPeer:
+    """Waits for the other peer as long as it takes.
+
+    Raises:
+        RoomError, ProtocolError: in words: a wrong code, a server that cannot be reached, another release.
+    """
+    client = RoomClient(config.signaling, config.state_dir, insecure=config.is_insecure)
+    if config.resume is not None:
+        return await client.resume(config.resume or None)
+    if config.room_code is not None:
+        peer = await client.join(config.room_code)
+    else:
+        room = await client.open(on_guess=lambda wrong, left: tell(WrongGuess(wrong, left)))
+        tell(RoomOpened(str(room.code)))
+        peer = await room.admit()
+    tell(PeerSeated(peer.room_name))
+    return peer
+
+
+def make_link(
+    config: DaemonConfig, peer: SeatedPeer, hello: Callable[[], bytes], on_hello: Callable[[bytes], None]
+) -> Link:
+    """A link to that peer, not started. Each attempt takes the STUN servers and relays that signaling offers then."""
+    base = LinkConfig(loopback=config.is_loopback, added_rtt_ms=config.added_rtt_ms)
+
+    def with_servers() -> LinkConfig:
+        if config.is_loopback:
+            return base  # nothing leaves this machine
+        turn = peer.ice_servers.turn
+        relays = (
+            ()
+            if turn is None
+            else tuple(
+                TurnServer(host, port, turn.username, turn.credential, transport)
+                for host, port, transport in turn.endpoints()
+            )
+        )
+        return replace(base, stun=peer.ice_servers.stun, turn=relays)
+
+    return Link(peer, with_servers, hello=hello, on_hello=on_hello)
