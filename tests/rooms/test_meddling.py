@@ -306,6 +306,26 @@ async def test_an_old_session_replayed_gives_no_attempt(
         await house.close()
 
 
+async def test_a_beginning_replayed_alone_is_no_attempt(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It opens, for the server has it from the other peer: but nobody can prove it a second time."""
+    monkeypatch.setattr(limits, "ATTEMPT_SECONDS", 0.3)
+    async with meddler(house.url) as relay:
+        begins, accepts = await house.pair(relay.url)
+        await connect(begins, accepts)
+        old = relay.bodies(wire.BEGIN)[:1]
+        relay.meddle = lambda passing: (
+            old if passing.is_from_client and passing.has_kind(wire.BEGIN) else [passing.data]
+        )
+        accepting = asyncio.create_task(accepts.accept())
+        with pytest.raises(PeerAway):
+            await begins.begin(2)
+        assert not accepting.done()
+        assert len(accepts._unproven) == 1
+        accepting.cancel()
+        await asyncio.gather(accepting, return_exceptions=True)
+        await house.close()
+
+
 async def test_a_server_that_answers_for_an_absent_peer_is_told(house: House) -> None:
     async with meddler(house.url) as relay:
         begins, _ = await house.pair(relay.url)

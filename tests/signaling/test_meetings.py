@@ -58,6 +58,16 @@ def test_a_newer_connection_of_the_same_side_evicts_its_ghost(board: Board) -> N
     assert back.take()[-1] == b"are you there?"
 
 
+def test_a_ghost_is_evicted_while_the_other_peer_is_away(board: Board) -> None:
+    ghost = board.client().meet(0, b"today")
+    back = board.client().meet(0, b"today")
+    assert {"op": "evicted"} in ghost.take()
+    ghost.leave()
+    other = board.client().meet(1, b"today")
+    other.send(b"hello")
+    assert back.take()[-1] == b"hello"
+
+
 def test_a_ghost_cannot_speak_any_more(board: Board) -> None:
     one, ghost = pair(board)
     board.client().meet(1, b"today")
