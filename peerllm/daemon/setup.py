@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import structlog
 
 from peerllm.daemon.agreement import check_plan, check_same_model, chosen_device, make_plan, offered_dtypes
+from peerllm.daemon.boundary import Boundary
 from peerllm.daemon.channel import MessageChannel
 from peerllm.daemon.config import DaemonConfig
-from peerllm.daemon.drafter import Boundary
 from peerllm.daemon.engine import Engine
 from peerllm.daemon.events import Person, Progress
 from peerllm.protocol import limits

@@ -9,13 +9,14 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
+from peerllm.daemon.boundary import Boundary
 from peerllm.daemon.channel import MessageChannel
 from peerllm.daemon.deadlines import StepDeadline
-from peerllm.daemon.drafter import Boundary
 from peerllm.daemon.engine import Engine
 from peerllm.decoding.verifying import Repeat, VerifyingSession
 from peerllm.protocol import limits
 from peerllm.protocol.errors import PeerllmError, ProtocolError
+from peerllm.protocol.fields import to_map
 from peerllm.protocol.messages import (
     CandidateBlock,
     Message,
@@ -97,21 +98,11 @@ class Verifier:
         self._jobs.put_nowait((session, sized_job))
 
     async def _open(self, message: SessionOpen) -> None:
-        sampling = message.sampling
         while len(self._sessions) >= self._max_sessions and message.session not in self._sessions:
             # The drafting peer forgot to close one, or died: the one unused for longest gives way.
             oldest, _ = self._sessions.popitem(last=False)
             await self._engine.call("close", session=oldest)
-        await self._engine.call(
-            "open",
-            session=message.session,
-            sampling={
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                "seed": sampling.seed,
-            },
-        )
+        await self._engine.call("open", session=message.session, sampling=to_map(message.sampling))
         self._sessions[message.session] = VerifyingSession(message.session, context=self._boundary.context)
 
     async def _prefill(self, message: PrefillChunk) -> None:
