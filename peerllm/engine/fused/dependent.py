@@ -25,23 +25,3 @@ def wait_for_inputs(is_dependent: tl.constexpr):
 def dependents_may_start(is_dependent: tl.constexpr):
     if is_dependent:
         gdc_launch_dependents()
-
-
-@triton.jit
-def prefetch(pointer, COUNT: tl.constexpr, available):
-    """Asks for `COUNT` contiguous elements, of which `available` exist, to be brought into the L2 cache."""
-    LINE: tl.constexpr = 1024 // pointer.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = COUNT // LINE
-    STEP: tl.constexpr = 256
-    for start in range(0, LINES, STEP):
-        line = start + tl.arange(0, STEP)
-        # Lines past the end ask for the first again: a prefetch takes no mask.
-        line = tl.where((line < LINES) & (line * LINE < available), line, 0)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [(pointer + line * LINE).to(tl.int64, bitcast=True)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )

@@ -41,8 +41,6 @@ _TILE = 16
 _MOST_PARTS = 8
 _SHORT = 65
 """Rows of the largest block that is judged; chunks of a prompt have more."""
-_MOST_PREFETCH_BYTES = 24 << 20
-"""Products larger than this fill the memory's bandwidth by themselves, and would crowd the L2 cache."""
 _MOST_DEPENDENT_BYTES = 64 << 20
 """Layers larger than this gain nothing from dependent launch: measured 2 percent slower with it."""
 
@@ -311,7 +309,6 @@ class FusedSlice:
         if count > NARROW:
             tiling = _TILING_INT8
         blocks = -(-columns // tiling.block_n)
-        size = values.numel() * values.element_size()
         matmul.block_matmul[(blocks, tiling.parts)](
             x, values, weight.scales, weight.bias, norm,
             None if sums_in is None else self._sums[sums_in],
@@ -321,7 +318,6 @@ class FusedSlice:
             SUMS=_power_of_two(self._sum_count), SUMS_STRIDE=self._sums_stride, PARTS=tiling.parts,
             HAS_NORM=norm is not None, HAS_BIAS=weight.bias is not None, HAS_RESIDUAL=sums_out is not None,
             IS_GATED=is_gated, IS_INT8=weight.scales is not None, IS_FP32=self._is_fp32,
-            IS_PREFETCHED=self.is_dependent and size <= _MOST_PREFETCH_BYTES, IS_DEPENDENT=self.is_dependent,
             num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=self.is_dependent,
         )  # fmt: skip
         if sums_out is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from peerllm.engine.fused.dependent import dependents_may_start, prefetch, wait_for_inputs
+from peerllm.engine.fused.dependent import dependents_may_start, wait_for_inputs
 
 
 @triton.jit
@@ -62,7 +62,6 @@ def block_matmul(
     IS_GATED: tl.constexpr,
     IS_INT8: tl.constexpr,
     IS_FP32: tl.constexpr,
-    IS_PREFETCHED: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     EVEN_K: tl.constexpr = K % BLOCK_K == 0
@@ -74,11 +73,6 @@ def block_matmul(
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = offs_m < rows
-    if IS_PREFETCHED and PARTS == 1:
-        # Weights depend on no kernel: they come into the L2 cache while the one before this finishes.
-        prefetch(w + block.to(tl.int64) * BLOCK_N * K, BLOCK_N * K, n * K - block * BLOCK_N * K)
-        if IS_GATED:
-            prefetch(w + (n + block * BLOCK_N).to(tl.int64) * K, BLOCK_N * K, n * K - block * BLOCK_N * K)
     wait_for_inputs(IS_DEPENDENT)
     dependents_may_start(IS_DEPENDENT)
     if HAS_NORM:
