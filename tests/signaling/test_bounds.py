@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-import tracemalloc
+import sys
 
 from peerllm_signaling import limits
 from peerllm_signaling.budgets import Bucket, Buckets, address_group
@@ -25,19 +25,16 @@ def open_and_abandon(board: Board, count: int) -> None:
 
 
 def test_memory_is_flat_after_100_000_rooms_opened_and_abandoned(board: Board) -> None:
-    tracemalloc.start()
-    try:
-        open_and_abandon(board, 20_000)
-        gc.collect()
-        before = tracemalloc.get_traced_memory()[0]
-        open_and_abandon(board, 80_000)
-        gc.collect()
-        after = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
+    """Counted in the interpreter's blocks; `test_memory` looks at a real process from outside."""
+    open_and_abandon(board, 20_000)
+    gc.collect()
+    before = sys.getallocatedblocks()
+    open_and_abandon(board, 80_000)
+    gc.collect()
+    after = sys.getallocatedblocks()
     assert len(board.switchboard.rooms) == 0
     assert board.switchboard.remembered() == 0
-    assert after - before < 16 * limits.KIB
+    assert after - before < 100
 
 
 def test_the_server_holds_100_000_rooms_and_refuses_the_next(board: Board) -> None:
