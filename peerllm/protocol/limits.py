@@ -151,7 +151,7 @@ MAX_ICE_SERVERS = 8
 MAX_HELLO_BYTES = 8 * KIB
 """A HELLO's body: it has to fit one slice, before anything else is known of the other side."""
 MIN_HELLO_BYTES = 1024
-"""A shorter HELLO is padded to this, so that a path too narrow for a full packet is found before a block vanishes in it."""
+"""A shorter HELLO is padded to this: a path too narrow for a full packet is found before a block vanishes in it."""
 MESSAGE_OVERHEAD_BYTES = 64
 """What a message counts against MAX_UNPROCESSED_BYTES beside its bytes: a flood of empty ones is bounded too."""
 MAX_BULK_BYTES = MAX_UNPROCESSED_BYTES * 3 // 4
