@@ -115,14 +115,7 @@ async def _do(link: Link, message: dict[str, Any]) -> None:
         elif name == "bulk":
             result = await bench.measure_bulk(link, **message)
         elif name == "stats":
-            stats = link.stats()
-            result = {
-                each: getattr(stats, each).value
-                if isinstance(getattr(stats, each), LinkState)
-                else getattr(stats, each)
-                for each in type(stats).__slots__
-            }
-            result["cpu"] = time.process_time()
+            result = _stats(link)
         tell(done=name, result=result)
     except PeerllmError as error:
         tell(done=name, error=error.code, message=error.message)

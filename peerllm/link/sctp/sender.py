@@ -10,8 +10,10 @@ from peerllm.link.sctp.wire import FIRST_FRAGMENT, IMMEDIATE, LAST_FRAGMENT, UNO
 from peerllm.protocol import limits
 
 _MIN_BURST = 4 * PACKET
-_BURST_SECONDS = 0.002
-"""What a late timer may catch up at once: the loop's timers have milliseconds."""
+_BURST_SECONDS = 0.01
+"""What a late timer may catch up at once: a busy machine wakes us late."""
+_FIRST_BURST = limits.SCTP_INITIAL_PACKETS * PACKET
+"""What leaves at once after a pause: a train, whose answers' spacing is the bottleneck's rate and not our pacing's."""
 _MAX_T3_SECONDS = 8.0
 _REORDERING_FLOOR_SECONDS = 0.004
 _REORDERING_SHARE = 1 / 16
@@ -154,6 +156,8 @@ class Sender:
             return
         burst = max(_MIN_BURST, rate * _BURST_SECONDS)
         self._allowance = min(self._allowance + rate * (now - self._paced_at), burst)
+        if not self.in_flight:
+            self._allowance = _FIRST_BURST
         self._paced_at = now
 
     def _when_allowed(self, now: float) -> float | None:
@@ -217,7 +221,7 @@ class Sender:
             self._advance(newest, now)
         if delivered:
             self._t3_backoff = 0
-            self.window.delivered(delivered, self.in_flight, now)
+            self.window.delivered(delivered, newest.sent_at if newest is not None else now, now)
             self._t3_at = now + self._t3_seconds() if self._has_outstanding() else None
         self._find_lost(now)
         if not self._has_outstanding():

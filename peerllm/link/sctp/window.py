@@ -19,6 +19,8 @@ PACKET = 1_200
 _TRAIN_BYTES = 8 * PACKET
 _TRAIN_SECONDS = 0.002
 """A rate is judged over at least so much of a train: SACKs come in lumps of the other machine's scheduling."""
+_PAUSE_SECONDS = 0.005
+"""Packets sent further apart are not of one train."""
 _NOISE_SECONDS = 0.008
 """A round trip that is longer by less than this has met no queue worth the name."""
 _ALPHA_PACKETS = 6
@@ -27,6 +29,8 @@ _LOSS_RATIO = 0.04
 _LOSS_PACKETS = 5
 """A round trip that lost less lost it by chance: radio, reordering."""
 _GROWTH = 1.5
+_JUMP = 6.0
+"""How far one round trip's train is trusted."""
 _BASE_SECONDS = 10.0
 _DRAIN_SECONDS = 4.0
 """A window in use is halved for a round trip so often, so that both flows over a bottleneck see its true base."""
@@ -46,21 +50,22 @@ class Window:
         self._is_starting = True
         self._round_end: float | None = None
         self._round_rtt: float | None = None
+        self._round_size = self.size
         self._round_delivered = 0
         self._round_lost = 0
         self._was_limited = False
-        self._train: deque[tuple[float, int]] = deque()
+        self._train: deque[tuple[float, int, float]] = deque()
+        self._train_sent_at = 0.0
         self._delivered = 0
         self._before_loss: tuple[float, bool] | None = None
+        self._recover_to = 0.0
         self._drain_at: float | None = None
         self._undrained: float | None = None
 
     @property
     def rate(self) -> float | None:
-        """Bytes a second; None: no measure yet, a burst of the initial window is the measure."""
-        if self.smoothed is None or self.base is None:
-            return None
-        return _PACING_GAIN * (self.train_rate or self.size / max(self.base, 0.001))
+        """Bytes a second; None: no train was measured yet, and the window alone bounds what leaves."""
+        return _PACING_GAIN * self.train_rate if self.train_rate else None
 
     def limited(self) -> None:
         """The window held something back: only then does it have a reason to grow."""
@@ -82,16 +87,18 @@ class Window:
             self._bases.popleft()
         self.base = self._bases[0][1]
 
-    def delivered(self, size: int, in_flight: int, now: float) -> None:
-        """A SACK said that `size` more bytes have arrived."""
+    def delivered(self, size: int, sent_at: float, now: float) -> None:
+        """A SACK said that `size` more bytes have arrived, the newest of them sent at `sent_at`."""
         self._delivered += size
         self._round_delivered += size
+        pause = _PAUSE_SECONDS if not self.train_rate else max(_PAUSE_SECONDS, 3 * PACKET / self.train_rate)
+        if sent_at - self._train_sent_at > pause:
+            self._train.clear()  # what came back before was another train: the pause between is ours, not the path's
+        self._train_sent_at = max(self._train_sent_at, sent_at)
         self._measure_train(now)
-        if in_flight == 0:
-            self._train.clear()
         if self._is_starting and self._was_limited and self.base is not None:
             # The train tells at once what doubling would find out in several round trips, without its overshoot.
-            self._set(max(self.size, self.train_rate * self.base))
+            self._set(max(self.size, min(self.train_rate * self.base, _JUMP * self._round_size)))
         if self._round_end is None:
             self._round_end = now + (self.smoothed or 0.0)
         elif now >= self._round_end:
@@ -99,17 +106,18 @@ class Window:
 
     def _measure_train(self, now: float) -> None:
         train = self._train
-        train.append((now, self._delivered))
+        train.append((now, self._delivered, self._train_sent_at))
         if self.base is not None:
             while len(train) > 2 and train[1][0] < now - max(self.base / 2, 4 * _TRAIN_SECONDS):
                 train.popleft()
-        begun, before = train[0]
+        begun, before, sent = train[0]
         passed = self._delivered - before
         if passed < _TRAIN_BYTES:
             return
-        rate = passed / max(now - begun, _TRAIN_SECONDS)
+        # No faster than it was sent: SACKs that a busy machine held back come in a lump.
+        rate = passed / max(now - begun, self._train_sent_at - sent, _TRAIN_SECONDS)
         # Up at once, down slowly: a train that was held back by us or by the application says too little.
-        self.train_rate = rate if rate > self.train_rate else self.train_rate + (rate - self.train_rate) / 256
+        self.train_rate = rate if rate > self.train_rate else self.train_rate + (rate - self.train_rate) / 64
 
     def _end_round(self, now: float) -> None:
         rtt, base = self._round_rtt, self.base
@@ -119,12 +127,14 @@ class Window:
         self._round_end = now + self.smoothed
         self._round_rtt = None
         self._round_delivered = self._round_lost = 0
+        self._round_size = self.size
         self._was_limited = False
         if self._undrained is not None:
             self.size, self._undrained = self._undrained, None
             return
         if lost >= _LOSS_PACKETS * PACKET and lost > _LOSS_RATIO * (lost + delivered):
             self._before_loss = self.size, self._is_starting
+            self._recover_to = 0.85 * self.size
             self._is_starting = False
             self._set(min(self.size, max(delivered, self.size / 2)) * 0.85)
             return
@@ -136,9 +146,10 @@ class Window:
             self._is_starting = False
         elif was_limited and self._is_starting and not self.train_rate:
             target = max(target, 2 * self.size)
-        elif was_limited and queued < alpha / 4:
-            # No queue at all, and trains come back faster than this window lets out: what was given up is taken back.
-            target = max(target, min(_GROWTH * self.size, self.train_rate * base))
+        elif was_limited and queued < alpha and self.size < self._recover_to:
+            target = max(target, min(_GROWTH * self.size, self._recover_to))  # given up for a loss, and no queue to see
+        if queued > alpha:
+            self._recover_to = 0.0
         if target < self.size or was_limited:
             self._set(target)
         self._maybe_drain(was_limited, now)
@@ -167,6 +178,7 @@ class Window:
     def timed_out(self) -> None:
         """T3: nothing at all came back."""
         self._undrained = self._before_loss = None
+        self._recover_to = 0.0
         self._is_starting = True
         self.train_rate = 0.0
         self._train.clear()

@@ -40,7 +40,7 @@ def received(path: Path) -> int:
 )
 def test_a_block_takes_one_round_trip_on_a_clean_path(size: int, p50: float, p99: float) -> None:
     first, *took = Path().echo(size, 100)
-    assert first <= 2.5  # nothing is known of the path yet
+    assert first <= 3.1  # nothing is known of the path yet
     assert quantile(took, 0.5) <= p50
     assert quantile(took, 0.99) <= p99
 
