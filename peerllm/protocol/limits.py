@@ -139,6 +139,8 @@ MAX_SIGNALING_FRAME_BYTES = MAX_SIGNALING_BYTES + 256
 """A sealed body and its envelope."""
 MAX_QUEUED_SIGNALING = 256
 """Messages of one attempt that wait to be read."""
+TURN_RENEWED_AFTER = 0.75
+"""The share of their life after which TURN credentials are renewed."""
 ATTEMPT_SECONDS = 3.5
 """For the handshake of one attempt, the other peer's absence included: less than SIGNALING_SECONDS, so that the error
 is the one that knows the cause."""

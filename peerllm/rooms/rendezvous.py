@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from peerllm.protocol import limits
@@ -35,7 +35,7 @@ class Listener(Protocol):
 
 
 class Rendezvous:
-    """`await`-free to make; `start` begins to keep a connection, `close` ends it.
+    """`start` begins to keep a connection, `close` ends it.
 
     Args:
         side: 0 or 1; the server pairs the two, and a newer connection on a side evicts the older.
@@ -69,7 +69,8 @@ class Rendezvous:
         self._is_over = False
         self._suspicion = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
-        self._closing: set[asyncio.Task[None]] = set()
+        self._renewal: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def can_talk(self) -> bool:
@@ -101,6 +102,7 @@ class Rendezvous:
             self.suspect()
 
     async def renew_turn(self) -> None:
+        """Asks for fresh TURN credentials. Done by itself before they end."""
         if self.socket is not None and self.is_present:
             with contextlib.suppress(SignalingUnreachable):
                 await self.socket.say("turn")
@@ -111,7 +113,7 @@ class Rendezvous:
         if runner is not None:
             runner.cancel()
             await asyncio.gather(runner, return_exceptions=True)
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # --- One connection after another ---------------------------------------------------------------------------------
 
@@ -149,14 +151,13 @@ class Rendezvous:
             self.trouble = error
         finally:
             self.socket = None
+            self._forget_renewal()
             self._left()
             for task in (probing, days, reader):
                 task.cancel()
             await asyncio.gather(probing, days, reader, return_exceptions=True)
             # A half-open socket takes a second to close: the next is not kept waiting for that.
-            closing = asyncio.create_task(socket.close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            self._spawn(socket.close())
         return was_useful
 
     async def meet(self, socket: server.ServerSocket) -> None:
@@ -196,12 +197,12 @@ class Rendezvous:
             self.trouble = None
             self.ice_servers = self.ice_servers.with_stun(self.url, message)
         elif op == "present" and self.socket is socket:
-            self.ice_servers = self.ice_servers.with_turn(message, time.monotonic())
+            self._take_turn(message)
             self.presence += 1
             self.is_present = True
             self._listener.on_presence(True)
         elif op == "turn":
-            self.ice_servers = self.ice_servers.with_turn(message, time.monotonic())
+            self._take_turn(message)
         elif op == "away":
             self._left()
         elif op == "evicted":
@@ -209,8 +210,30 @@ class Rendezvous:
             self._end(
                 RoomClosed("Another daemon with this peer's key came to the rendezvous and took this one's place.")
             )
-        elif op == "error":
+        elif op == "error" and message.get("code") != "unknown_op":  # that one ends nothing
             raise SignalingUnreachable(server.error_of(message.get("code")).message)
+
+    def _take_turn(self, message: dict[str, Any]) -> None:
+        """Credentials end; fresh ones are asked for before that."""
+        now = time.monotonic()
+        self.ice_servers = self.ice_servers.with_turn(message, now)
+        self._forget_renewal()
+        if self.ice_servers.turn is not None:
+            seconds = max(1.0, (self.ice_servers.turn.ends_at - now) * limits.TURN_RENEWED_AFTER)
+            self._renewal = asyncio.get_running_loop().call_later(seconds, self._renew_soon)
+
+    def _renew_soon(self) -> None:
+        self._spawn(self.renew_turn())
+
+    def _forget_renewal(self) -> None:
+        if self._renewal is not None:
+            self._renewal.cancel()
+            self._renewal = None
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _left(self) -> None:
         self.is_present = False

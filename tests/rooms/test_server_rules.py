@@ -17,6 +17,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from peerllm_signaling import limits as server_limits
 from peerllm_signaling.server import ServerConfig, SignalingServer
 from peerllm_signaling.turn import TurnServers
 from yarl import URL
@@ -208,6 +209,22 @@ async def test_a_pair_is_offered_a_relay_and_can_renew_it(nothing_is_left_behind
     assert 3500 < first.ends_at - time.monotonic() <= 3600
     assert first.credential not in repr(first)
     await one.renew_turn()
+    await until(lambda: one.ice_servers.turn != first)
+    await house.close()
+    await server.stop()
+
+
+async def test_credentials_are_renewed_before_they_end(
+    nothing_is_left_behind: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_limits, "TURN_SECONDS", 1.0)
+    turn = TurnServers(("turn:127.0.0.1:3478",), b"north")
+    server = SignalingServer(ServerConfig("127.0.0.1", 0, turn=turn))
+    await server.start()
+    house = House(server.address, tmp_path)
+    one, _ = await house.pair()
+    await until(lambda: one.ice_servers.turn is not None)
+    first = one.ice_servers.turn
     await until(lambda: one.ice_servers.turn != first)
     await house.close()
     await server.stop()
