@@ -60,7 +60,7 @@ def check(family: str, weights: str, dtype: str, root: str) -> None:
     cache = part.make_cache(slots=3, capacity=160)
     # One product in parts, so that their sum is checked too.
     layers.TILINGS[128, 256, False] = layers.Tiling(16, 64, 4, 2, parts=4)
-    fused = layers.FusedSlice(part, cache, max_rows=48)
+    fused = layers.FusedSlice(part, cache, max_rows=48, max_batch=3)
     logits = torch.zeros(48, part.shape.vocabulary, dtype=part.dtype)
     rng = random.Random(1)
     tokens: list[int] = []
@@ -79,3 +79,26 @@ def check(family: str, weights: str, dtype: str, root: str) -> None:
         expected = part.logits(part(torch.tensor([tokens]), reference.view([0], len(tokens))))[0, keep:]
         difference = float((logits[:rows] - expected).abs().max())
         assert difference < TOLERANCE[dtype], (rows, keep, difference)
+    _check_batch(fused, part, reference, tokens, TOLERANCE[dtype])
+
+
+def _check_batch(fused, part, reference, tokens: list[int], tolerance: float) -> None:
+    """Sequences of different lengths in one forward, each as if it were alone."""
+    sequences = {1: tokens, 0: [5, 6, 7], 2: list(range(20, 37))}
+    for slot in (0, 2):
+        fused.slots[0] = slot
+        fused.cache.positions[slot] = 0
+        rows = len(sequences[slot])
+        fused.tokens[:rows] = torch.tensor(sequences[slot])
+        fused.forward(rows)
+    order = [2, 1, 0]
+    fused.slots.copy_(torch.tensor(order, dtype=torch.int32))
+    for slot in order:
+        fused.cache.positions[slot] = len(sequences[slot])
+    fused.tokens[:3] = torch.tensor([100, 101, 102])
+    hidden = fused.forward(1, batch=3).clone()
+    for place, slot in enumerate(order):
+        reference.rewind(0, 0)
+        whole = [*sequences[slot], 100 + place]
+        expected = part(torch.tensor([whole]), reference.view([0], len(whole)))[0, -1]
+        assert float((hidden[place] - expected).abs().max()) < tolerance, slot
