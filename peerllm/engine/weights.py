@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,8 +32,6 @@ def load_weights(
 ) -> None:
     """Reads the tensors of `part` from the safetensors files in `folder` to `device` as `dtype`.
 
-    Layer by layer, so that int8 never has the whole slice in `dtype` at once.
-
     Args:
         weights: one of `WEIGHTS`.
 
@@ -43,12 +42,17 @@ def load_weights(
     if weights not in WEIGHTS:
         raise BadRequest(f"weights {weights[:32]!r} are not one of {', '.join(WEIGHTS)}", param="weights")
     checkpoint = Checkpoint.open(folder)
+    names = part.weight_map()
+    if weights != INT8:
+        load_parameters(part, checkpoint, names, dtype, device, partial(progress, stage))
+        return
+    # Layer by layer, so that the whole slice is never there in `dtype`.
     groups: dict[str, dict[str, str]] = {}
-    for name, tensor in part.weight_map().items():
+    for name, tensor in names.items():
         group = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
         groups.setdefault(group, {})[name] = tensor
-    for done, (group, names) in enumerate(groups.items()):
-        load_parameters(part, checkpoint, names, dtype, device)
-        progress(stage, (done + 1) / len(groups))
-        if group and weights == INT8:
+    for done, (group, members) in enumerate(groups.items()):
+        load_parameters(part, checkpoint, members, dtype, device)
+        if group:
             quantise_layer(part.get_submodule(group))
+        progress(stage, (done + 1) / len(groups))

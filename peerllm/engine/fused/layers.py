@@ -318,7 +318,8 @@ class FusedSlice:
             SUMS=_power_of_two(self._sum_count), SUMS_STRIDE=self._sums_stride, PARTS=tiling.parts,
             HAS_NORM=norm is not None, HAS_BIAS=weight.bias is not None, HAS_RESIDUAL=sums_out is not None,
             IS_GATED=is_gated, IS_INT8=weight.scales is not None, IS_FP32=self._is_fp32,
-            IS_DEPENDENT=self.is_dependent, num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=self.is_dependent,
+            IS_DEPENDENT=self.is_dependent, num_warps=tiling.warps, num_stages=tiling.stages,
+            launch_pdl=self.is_dependent,
         )  # fmt: skip
         if sums_out is not None:
             self._sum_count = blocks
