@@ -99,7 +99,7 @@ class Engine:
         wire_codec: str = "exact",
         draft: str = "none",
         weights: str = "unquantised",
-        slots: int = limits.MAX_SESSIONS,
+        slots: int | None = None,
         path: str = "auto",
         progress: Progress = _silent,
     ) -> Engine:
@@ -112,6 +112,9 @@ class Engine:
             draft_device: for the draft model; the slice's by default.
             context: positions wanted; None is what the model was made for. Never more than that.
             draft: `none`, `ngram` or `model:PATH`; only the first slice drafts.
+            weights: one of `weights.WEIGHTS`, for the layers of the target.
+            slots: sequences at once; by default MAX_SESSIONS, and MAX_GPU_SESSIONS on a GPU.
+            path: one of `running.PATHS`.
 
         Raises:
             ModelError: the model, the draft or the layers cannot work, or do not fit the memory.
@@ -124,6 +127,8 @@ class Engine:
         if threads is not None:
             torch.set_num_threads(max(1, threads))
         device = torch.device(devices[0])
+        if slots is None:
+            slots = limits.MAX_SESSIONS if device.type == "cpu" else limits.MAX_GPU_SESSIONS
         seconds: dict[str, float] = {}
         clock = time.perf_counter()
         config = read_config(folder)
@@ -152,7 +157,9 @@ class Engine:
                 progress=progress,
             )
         seconds["draft"] = time.perf_counter() - clock
+        progress("getting ready", 0.0)
         engine = cls(part, context=context, wire_codec=wire_codec, dtype=dtype, slots=slots, drafter=drafter, path=path)
+        progress("getting ready", 1.0)
         engine.loaded.seconds.update(seconds)
         return engine
 

@@ -85,6 +85,8 @@ WATCHDOG_SECONDS = 0.005
 # --- The engine -----------------------------------------------------------------------------------------------------
 MAX_SESSIONS = 4
 """Sequences that an engine holds at once: each takes a whole context's keys and values."""
+MAX_GPU_SESSIONS = 2
+"""The same on a GPU, whose memory is taken at once and not as it is written."""
 
 # --- Model files ----------------------------------------------------------------------------------------------------
 MAX_CHECKPOINT_HEADER_BYTES = 16 * MIB
@@ -186,6 +188,9 @@ LINK_START_SECONDS = 12.0
 LINK_CLOSE_SECONDS = 2.0
 FIRST_ATTEMPT_SECONDS = 3.0
 """At the start another attempt begins beside one that is so old."""
+DIRECT_RETRY_SECONDS = 60.0
+"""A relayed link looks for a direct path after so long, and then after twice as long each time, up to the next."""
+MAX_DIRECT_RETRY_SECONDS = 1800.0
 RETRY_SECONDS = 0.5
 """Before the room is asked again after it refused."""
 REPLACEMENT_SECONDS = 1.0
