@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from peerllm.protocol import limits
 
@@ -39,7 +39,7 @@ class TurnServer:
     host: str
     port: int
     username: str
-    credential: str
+    credential: str = field(repr=False)
     transport: str = "udp"
 
 
@@ -53,7 +53,8 @@ class LinkConfig:
         stun: (host, port) of STUN servers, all of which are asked. None by default.
         turn: relays, all of which are tried.
         kept_seconds: how long the link looks for a new connection after it lost one.
-        relay_only: no direct path is tried.
+        relay_only, direct_only: only this kind of path is tried.
+        direct_retry_seconds: a relayed link looks for a direct path after so long, and twice as long each time.
         own_sctp: our loss recovery and pacing instead of aiortc's.
     """
 
@@ -63,6 +64,8 @@ class LinkConfig:
     turn: tuple[TurnServer, ...] = ()
     kept_seconds: float = limits.SESSION_KEPT_SECONDS
     relay_only: bool = False
+    direct_only: bool = False
+    direct_retry_seconds: float = limits.DIRECT_RETRY_SECONDS
     own_sctp: bool = True
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable
 
@@ -61,6 +62,9 @@ class Link:
         self._deadline: asyncio.TimerHandle | None = None
         self._watch: Watch | None = None
         self._asking: asyncio.Task[None] | None = None
+        self._begun_epoch = 0
+        self._direct_timer: asyncio.TimerHandle | None = None
+        self._direct_pause = self._config.direct_retry_seconds
         self._wanted = asyncio.Event()
         self._failure: PeerllmError | None = None
         self._last_error: PeerllmError | None = None
@@ -158,22 +162,25 @@ class Link:
 
     async def _seek(self) -> None:
         """The controlling side: an attempt now and then, for as long as one is wanted."""
-        epoch = self._epoch
         while True:
             await self._wanted.wait()
-            epoch = max(epoch, self._epoch) + 1
             begun = time.monotonic()
-            try:
-                async with asyncio.timeout(limits.SIGNALING_SECONDS):
-                    attempt = await self._peer.begin(epoch)
-            except TimeoutError:
-                self._last_error = PeerAway("the signaling server does not answer")
-            except PeerllmError as error:
-                self._last_error = error
-                log.info("link.cannot_begin", error=error.code)
-            else:
-                self._try(attempt)
+            await self._begin()
             await self._pause_since(begun)
+
+    async def _begin(self, *, direct_only: bool = False) -> None:
+        """The controlling side alone counts epochs, and never uses one twice."""
+        self._begun_epoch = max(self._begun_epoch, self._epoch) + 1
+        try:
+            async with asyncio.timeout(limits.SIGNALING_SECONDS):
+                attempt = await self._peer.begin(self._begun_epoch)
+        except TimeoutError:
+            self._last_error = PeerAway("The signaling server does not answer.")
+        except PeerllmError as error:
+            self._last_error = error
+            log.info("link.cannot_begin", error=error.code)
+        else:
+            self._try(attempt, direct_only=direct_only)
 
     async def _pause_since(self, begun: float) -> None:
         """Until the next attempt may begin: on a first start as soon as no other runs, later once a second."""
@@ -204,13 +211,16 @@ class Link:
             else:
                 self._try(attempt)
 
-    def _try(self, attempt: Attempt) -> None:
+    def _try(self, attempt: Attempt, *, direct_only: bool = False) -> None:
+        config = self._make_config()
+        if direct_only:
+            config = dataclasses.replace(config, direct_only=True)
         while len(self._attempts) >= limits.MAX_ATTEMPTS:
             oldest = next(iter(self._attempts))
             self._attempts.pop(oldest).cancel()
         connection = Connection(
             attempt,
-            self._make_config(),
+            config,
             is_controlling=self.is_controlling,
             hello=self._hello,
             on_phase=self._phase,
@@ -256,6 +266,9 @@ class Link:
             connection.refuse(error)
             self._fail(error)
             return
+        if self._state is LinkState.UP:
+            # The controlling side moved before this one noticed anything: what was under way is gone all the same.
+            self._set_state(LinkState.SUSPECT)
         old, self._current = self._current, connection
         self._epoch = connection.epoch
         connection.begin()
@@ -265,7 +278,26 @@ class Link:
         self._cancel_attempts()
         if old is not None:
             self._discard(old)
+        self._plan_direct(connection.transport.path == "relayed")
         self._set_state(LinkState.UP)
+
+    def _plan_direct(self, is_relayed: bool) -> None:
+        """A relay costs money and a detour: now and then the controlling side looks for a way without."""
+        if self._direct_timer is not None:
+            self._direct_timer.cancel()
+            self._direct_timer = None
+        if not is_relayed:
+            self._direct_pause = self._config.direct_retry_seconds
+        elif self.is_controlling and not self._config.relay_only:
+            self._direct_timer = asyncio.get_running_loop().call_later(self._direct_pause, self._look_for_direct)
+
+    def _look_for_direct(self) -> None:
+        self._direct_pause = min(2 * self._direct_pause, limits.MAX_DIRECT_RETRY_SECONDS)
+        self._plan_direct(is_relayed=True)
+        if self._state is LinkState.UP and not self._attempts:
+            task = asyncio.create_task(self._begin(direct_only=True))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
     def _cancel_attempts(self) -> None:
         for task in self._attempts.values():
@@ -394,6 +426,7 @@ class Link:
             self._current = None
         if self._watch is not None:
             self._watch.close()
+        self._plan_direct(is_relayed=False)
         tasks = list(self._attempts.values())
         self._attempts.clear()
         tasks += [task for task in (self._seeker, self._asking) if task is not None]

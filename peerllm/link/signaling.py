@@ -110,6 +110,8 @@ class Description:
     max_message_bytes: int = uint((1 << 32) - 1)
     """What this side's data channel takes in one piece (RFC 8841 section 6); 0 is no limit."""
     candidates: tuple[Candidate, ...] = nested_list(Candidate, limits.MAX_REMOTE_CANDIDATES, default=())
+    direct_only: bool = flag(default=False)
+    """This attempt looks for a path without a relay; the other side's is of no use to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,7 @@ class Transport:
         self._on_candidate = on_candidate
         self._on_message = on_message
         self._on_closed = on_closed
+        self._is_direct_only = config.direct_only
         self._is_closing = False
         self._gathering: asyncio.Task[None] | None = None
         self._remote_count = 0
@@ -97,6 +98,7 @@ class Transport:
             sctp_port=self._sctp.port,
             max_message_bytes=type(self._sctp).getCapabilities().maxMessageSize,
             candidates=tuple(_from_aioice(each) for each in host[: limits.MAX_REMOTE_CANDIDATES]),
+            direct_only=self._is_direct_only,
         )
 
     def start_gathering(self) -> None:
@@ -113,6 +115,8 @@ class Transport:
             return
         if not self._config.relay_only:
             await asyncio.sleep(_RELAY_AFTER_SECONDS)
+        if self._is_direct_only:
+            return
         over_udp = [asyncio.create_task(self._connection.ask_relay(r)) for r in relays if r.transport == "udp"]
         try:
             if over_udp:
@@ -137,7 +141,8 @@ class Transport:
         for each in candidates:
             if self._is_closing or self._remote_count >= limits.MAX_REMOTE_CANDIDATES:
                 return
-            if not each.is_usable(loopback=self._config.loopback):
+            is_unwanted = self._is_direct_only and each.kind == "relay"
+            if is_unwanted or not each.is_usable(loopback=self._config.loopback):
                 log.debug("ice.candidate_passed_over", kind=each.kind)
                 continue
             self._remote_count += 1
@@ -162,6 +167,7 @@ class Transport:
             NoPath: no pair of candidates works.
             LinkError: the other side is not the one whose fingerprint was given, or the stack broke.
         """
+        self._is_direct_only = self._is_direct_only or remote.direct_only
         await self.add_candidates(remote.candidates)
         await self._ice.start(RTCIceParameters(usernameFragment=remote.username, password=remote.password))
         if self._ice.state != "completed":

@@ -252,6 +252,21 @@ class Lab:
         self._ip(host.namespace, *commands)
         host.address = new
 
+    def block_udp(self, name: str, address: str) -> None:
+        """The host's NAT lets no UDP through to an address, until `unblock_udp`."""
+        rules = f"""
+        table ip blocked {{
+          chain pass {{ type filter hook forward priority -10; ip daddr {address} meta l4proto udp drop; }}
+        }}"""
+        _run("ip", "netns", "exec", f"{self._prefix}n{name}", "nft", "-f", "-", stdin=rules)
+
+    def unblock_udp(self, name: str) -> None:
+        _run("ip", "netns", "exec", f"{self._prefix}n{name}", "nft", "delete", "table", "ip", "blocked")
+
+    def outside(self, name: str) -> str:
+        """The address that the world sees of a host."""
+        return f"203.0.113.{11 if name == 'a' else 12}"
+
     def ping_ms(self, count: int = 5) -> float:
         """The lab's own round trip from a to b, or to the public host and back where a NAT hides b, doubled."""
         target, factor = (self.hosts["b"].address, 1.0) if self._nat[1] == "none" else (PUBLIC, 2.0)

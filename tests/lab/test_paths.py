@@ -78,3 +78,19 @@ def test_a_path_with_a_small_mtu_and_no_word_of_it_carries_blocks(mtu: int) -> N
         peers = Peers(lab)
         peers.start()
         exchange(peers)
+
+
+def test_a_relayed_pair_moves_to_a_direct_path_when_there_is_one(tmp_path: Path) -> None:
+    nat = ("port-preserving", "port-preserving")
+    with Lab(rtt_ms=40, nat=nat) as lab, relay(lab, tmp_path) as turn:
+        start_signaling(lab)
+        for host, other in (("a", "b"), ("b", "a")):
+            lab.block_udp(host, lab.outside(other))
+        peers = Peers(lab, left={"stun": STUN, "turn": turn, "direct_retry_seconds": 2.0})
+        assert {each["path"] for each in peers.start()} == {"relayed"}
+        for host in ("a", "b"):
+            lab.unblock_udp(host)
+        for each in (peers.left, peers.right):
+            each.wait_state("up", epoch_above=1)
+            assert each.ask("stats")["path"] == "direct"
+        exchange(peers)
