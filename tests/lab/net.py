@@ -6,6 +6,7 @@ Everything lives in network namespaces that the lab makes and removes; addresses
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -191,7 +192,8 @@ class Lab:
             process.wait()
             for stream in (process.stdin, process.stdout, process.stderr):
                 if stream is not None:
-                    stream.close()
+                    with contextlib.suppress(BrokenPipeError):  # the process ended before it had read all
+                        stream.close()
         if self._wire is not None:
             if self._wire.stdin is not None:
                 self._wire.stdin.close()
