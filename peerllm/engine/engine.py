@@ -269,8 +269,8 @@ class Engine:
         self._rewind(state, start, len(inputs))
         accepted, next_token = self._runner.verify(state.slot, inputs, list(candidates), start, state.sampling)
         self._cache.advance([state.slot], len(inputs))
-        # The verdict is part of the layers' graph; there is no time of its own.
-        return Verified(accepted, next_token, decode_us, watch.lap_us(), 0)
+        verdict_us = self._runner.verdict_us
+        return Verified(accepted, next_token, decode_us, watch.lap_us() - verdict_us, verdict_us)
 
     def forward(self, session: int, start: int, rows: int, payload: bytes) -> Prefilled:
         """A block's rows through a middle slice. Raises as `prefill`."""

@@ -178,6 +178,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     # Ctrl-C on a terminal reaches the whole group; the daemon decides, and closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # torch makes this folder when it is imported; without a name for it, in the temporary folder, and leaves it there.
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(cache, "peerllm", "inductor"))
     # On a machine whose cores are all busy computing, the daemon's loop (pings, verdicts, clients) goes first.
     os.nice(_NICENESS)
     pipe = Pipe(socket.socket(fileno=options.fd))

@@ -226,3 +226,13 @@ def test_the_machine_names_its_devices_and_dtypes_best_first():
     assert facts["devices"][-1]["device"] == "cpu"
     assert 0 < facts["devices"][-1]["free_bytes"] <= facts["devices"][-1]["total_bytes"]
     assert set(facts["dtypes"]) <= set(codec.DTYPES)
+
+
+def test_a_rounds_time_is_split_into_its_parts(model, pair):
+    prompt = model.prompts[0]
+    pair.first.drafter = Scripted("right", [*prompt, *[5] * 9], 304)
+    pair.open(1, GREEDY, prompt)
+    block = pair.first.draft_block(1, 0, prompt, 3)
+    verdict = pair.last.verify(1, block.start, block.candidates, block.payload)
+    assert min(block.draft_us, block.layers_us, block.encode_us) >= 0 < block.layers_us
+    assert verdict.layers_us > 0 < verdict.verdict_us

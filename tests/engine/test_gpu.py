@@ -51,7 +51,7 @@ def folders(tmp_path_factory):
 
 def _engine(folder, layers, path, **options):
     return Engine.load(
-        folder, layers, devices=("cuda:0",), path=path, **{"dtype": "float16", "context": 256, **options}
+        folder, layers, devices=("cuda:0",), path=path, **{"dtype": "float16", "context": 256, "slots": 4, **options}
     )
 
 
