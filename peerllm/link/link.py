@@ -22,7 +22,7 @@ from peerllm.link.liveness import Life
 from peerllm.link.signaling import Attempt, SeatedPeer, StaleEpoch, encode_body
 from peerllm.link.watch import Watch
 from peerllm.protocol import limits
-from peerllm.protocol.errors import LinkError, PeerAway, PeerllmError, ProtocolError
+from peerllm.protocol.errors import LinkError, PeerAway, PeerllmError, ProtocolError, VersionMismatch
 
 log = structlog.get_logger(__name__)
 
@@ -242,6 +242,8 @@ class Link:
             self._adopt(connection)
         except PeerRefused as error:
             self._fail(error.cause)
+        except VersionMismatch as error:
+            self._fail(error)  # it will not speak another one in a moment
         except EpochStale as error:
             self._epoch = max(self._epoch, error.epoch)
         except PeerllmError as error:

@@ -69,6 +69,12 @@ def _address(value: Any) -> str:
     return str(ipaddress.ip_address(value))  # ValueError on names and on anything else that is no literal
 
 
+def _message_bytes(value: Any) -> int:
+    if type(value) is not int or not (value == 0 or 2 * limits.MAX_HELLO_BYTES <= value < 1 << 32):
+        raise ValueError(f"neither 0 nor a number from {2 * limits.MAX_HELLO_BYTES}")
+    return value
+
+
 def _digest(value: Any) -> bytes:
     if type(value) is not bytes or len(value) != 32:
         raise ValueError("not a SHA-256 digest")
@@ -107,8 +113,8 @@ class Description:
     fingerprint: bytes = checked(_digest)
     """SHA-256 of the DTLS certificate."""
     sctp_port: int = uint(65535, minimum=1)
-    max_message_bytes: int = uint((1 << 32) - 1)
-    """What this side's data channel takes in one piece (RFC 8841 section 6); 0 is no limit."""
+    max_message_bytes: int = checked(_message_bytes)
+    """What this side's data channel takes in one piece (RFC 8841 section 6); 0 is no limit. A HELLO has to fit."""
     candidates: tuple[Candidate, ...] = nested_list(Candidate, limits.MAX_REMOTE_CANDIDATES, default=())
     direct_only: bool = flag(default=False)
     """This attempt looks for a path without a relay; the other side's is of no use to it."""

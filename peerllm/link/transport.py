@@ -64,6 +64,7 @@ class Transport:
         self._gathering: asyncio.Task[None] | None = None
         self._remote_count = 0
         self._remote_mapped: list[str] = []
+        self._max_message_bytes = limits.MAX_SLICE_BYTES
         addresses = [_LOOPBACK] if config.loopback else local_addresses()
         self._connection = IceConnection(
             controlling=is_controlling,
@@ -163,10 +164,14 @@ class Transport:
     async def connect(self, remote: Description) -> None:
         """ICE, DTLS and SCTP, until the data channel is open. The caller bounds the time.
 
+        Messages of any length pass in pieces that the other side takes (RFC 8841 section 6).
+
         Raises:
             NoPath: no pair of candidates works.
             LinkError: the other side is not the one whose fingerprint was given, or the stack broke.
         """
+        if remote.max_message_bytes:  # 0 is no limit
+            self._max_message_bytes = min(self._max_message_bytes, remote.max_message_bytes)
         self._is_direct_only = self._is_direct_only or remote.direct_only
         await self.add_candidates(remote.candidates)
         await self._ice.start(RTCIceParameters(usernameFragment=remote.username, password=remote.password))
@@ -214,7 +219,7 @@ class Transport:
     @property
     def slice_bytes(self) -> int:
         """How large the next slice should be at most."""
-        return int(self._sctp.slice_bytes)
+        return min(int(self._sctp.slice_bytes), self._max_message_bytes)
 
     @property
     def retransmitted(self) -> int:

@@ -58,7 +58,7 @@ def test_a_longer_cut_ends_with_a_new_epoch_soon_after_it() -> None:
 
 
 @pytest.mark.parametrize("host", ["a", "b"])
-@pytest.mark.parametrize("nat", ["none", "port-preserving"])
+@pytest.mark.parametrize("nat", ["none", pytest.param("port-preserving", marks=pytest.mark.full)])
 def test_a_changed_address_is_followed_by_a_new_epoch(host: str, nat: str) -> None:
     with Lab(rtt_ms=40, nat=(nat, "none")) as lab:
         peers = up(lab)

@@ -18,7 +18,7 @@ MATRIX = [
     ("port-preserving", "symmetric", "relayed"),
     ("symmetric", "symmetric", "relayed"),
     ("udp-blocked", "port-preserving", "relayed"),
-    ("symmetric", "udp-blocked", "relayed"),
+    pytest.param("symmetric", "udp-blocked", "relayed", marks=pytest.mark.full),
     ("udp-blocked", "udp-blocked", "relayed"),
 ]
 
@@ -70,7 +70,7 @@ def test_hosts_with_ipv6_alone_connect() -> None:
         exchange(peers)
 
 
-@pytest.mark.parametrize("mtu", [1_280, 1_200])
+@pytest.mark.parametrize("mtu", [pytest.param(1_280, marks=pytest.mark.full), 1_200])
 def test_a_path_with_a_small_mtu_and_no_word_of_it_carries_blocks(mtu: int) -> None:
     with Lab(rtt_ms=20) as lab:
         for port in ("a", "b"):

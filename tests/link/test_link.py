@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from peerllm.link import LinkState, Urgency
+from peerllm.link.signaling import Description, decode_body, encode_body
 from peerllm.protocol import limits
-from peerllm.protocol.errors import LinkError, ModelMismatch, PeerAway, PeerllmError, ProtocolError
+from peerllm.protocol.errors import (
+    LinkError,
+    ModelMismatch,
+    PeerAway,
+    PeerllmError,
+    ProtocolError,
+    VersionMismatch,
+)
 from tests.link.pair import SECONDS, Pair
+
+
+def changing(**changes: Any) -> Callable[[bytes], bytes]:
+    """A room that changes what descriptions say."""
+
+    def change(data: bytes) -> bytes:
+        body = decode_body(data)
+        return encode_body(dataclasses.replace(body, **changes)) if isinstance(body, Description) else data
+
+    return change
 
 
 async def test_two_links_come_up_and_each_is_told_the_others_hello(pair: Pair) -> None:
@@ -32,6 +53,21 @@ async def test_a_message_of_any_size_arrives_whole(pair: Pair, size: int) -> Non
         assert await pair.right.link.receive() == message
         await pair.right.link.send(message, Urgency.BULK)
         assert await pair.left.link.receive() == message
+
+
+async def test_a_peer_that_takes_only_64_kib_in_one_piece_gets_any_message_in_several(pair: Pair) -> None:
+    pair.room.tamper = changing(max_message_bytes=65536)
+    await pair.start()
+    message = os.urandom(1_000_000)
+    await pair.left.link.send(message)
+    async with asyncio.timeout(SECONDS):
+        assert await pair.right.link.receive() == message
+
+
+async def test_a_peer_of_another_version_is_told_so(pair: Pair) -> None:
+    pair.room.tamper = changing(oldest=7, newest=9)
+    outcomes = await asyncio.gather(pair.left.link.start(), pair.right.link.start(), return_exceptions=True)
+    assert all(isinstance(each, VersionMismatch) for each in outcomes)
 
 
 async def test_a_longer_message_is_refused_before_it_is_sent(pair: Pair) -> None:
@@ -130,16 +166,7 @@ async def test_another_dtls_certificate_than_the_sealed_one_is_refused(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "LINK_START_SECONDS", 1.5)
-    from peerllm.link.signaling import Description, decode_body, encode_body
-
-    def swap(data: bytes) -> bytes:
-        body = decode_body(data)
-        if isinstance(body, Description):
-            values = {name: getattr(body, name) for name in Description.__slots__}
-            return encode_body(Description(**{**values, "fingerprint": bytes(32)}))
-        return data
-
-    pair.room.tamper = swap
+    pair.room.tamper = changing(fingerprint=bytes(32))
     outcomes = await asyncio.gather(pair.left.link.start(), pair.right.link.start(), return_exceptions=True)
     assert all(isinstance(each, LinkError) for each in outcomes)
 
