@@ -138,8 +138,11 @@ class StateLock:
 
     def acquire(self) -> None:
         """Raises RoomError when another process has it."""
-        self._dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(self._dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(self._dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise RoomError(f"The state directory {self._dir} cannot be used: {error.strerror or error}.") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -202,7 +202,9 @@ class SeatedPeer:
             return self._rendezvous.trouble
         if was_present:
             return PeerAway("The other peer does not answer through the signaling server.")
-        return PeerAway("The other peer is not at the signaling server. Is peerllm running there?")
+        return PeerAway(
+            "The other peer is not at the signaling server. Is peerllm running there? Are both clocks right to a day?"
+        )
 
     def _take(self, data: bytes) -> list[bytes]:
         """A frame from the other peer, or from whoever stands between. Gives frames to answer with."""
