@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import structlog
 
-from peerllm.link import frames, hello
+from peerllm.link import frames
 from peerllm.link.config import LinkConfig, LinkState, Urgency
 from peerllm.link.frames import Frame, Kind
+from peerllm.link.greeting import Greeting, encode_refusal, refusal
 from peerllm.link.inbox import Inbox
 from peerllm.link.liveness import TICK_SECONDS, Life, Liveness
 from peerllm.link.outbox import Outbox
@@ -29,7 +29,7 @@ from peerllm.link.signaling import (
     encode_body,
 )
 from peerllm.link.transport import Transport
-from peerllm.protocol import cbor, limits
+from peerllm.protocol import limits
 from peerllm.protocol.errors import (
     LinkError,
     NoPath,
@@ -37,11 +37,8 @@ from peerllm.protocol.errors import (
     PeerllmError,
     ProtocolError,
     VersionMismatch,
-    error_from_code,
 )
 
-_MAX_EARLY_FRAMES = 256
-"""Frames that overtook START on a lossy path: two windows of slices."""
 _RTT_GAIN = 1 / 8
 """RFC 6298's smoothing."""
 
@@ -54,14 +51,6 @@ class EpochStale(LinkError):
     def __init__(self, epoch: int) -> None:
         super().__init__(f"the other peer has seen epoch {epoch}")
         self.epoch = epoch
-
-
-class PeerRefused(LinkError):
-    """The other side will not go on; `cause` is its reason, typed."""
-
-    def __init__(self, cause: PeerllmError) -> None:
-        super().__init__(cause.message)
-        self.cause = cause
 
 
 class Connection:
@@ -93,7 +82,6 @@ class Connection:
         self.epoch = attempt.epoch
         self.outbox = Outbox(self.epoch)
         self.inbox = Inbox()
-        self.remote_hello: bytes | None = None
         self.rtt_ms: float | None = None
         self.life = Life.WELL
         self._attempt = attempt
@@ -106,15 +94,12 @@ class Connection:
         self._on_room = on_room
         self._on_again = on_again
         self._on_lost = on_lost
-        self._local_body: bytes | None = None
+        self._greeting_made: Greeting | None = None
         self._remote: Description | None = None
-        self._pending_mac: bytes | None = None
-        self._early: list[Frame] = []
         self._is_up = False
         self._is_closed = False
         loop = asyncio.get_running_loop()
-        self._confirmed: asyncio.Future[None] = loop.create_future()
-        self._started: asyncio.Future[None] = loop.create_future()
+        self._greeted: asyncio.Future[None] = loop.create_future()
         self._liveness = Liveness(time.monotonic())
         self._ticker: asyncio.TimerHandle | None = None
         self._found: asyncio.Queue[Candidate] = asyncio.Queue()
@@ -224,61 +209,36 @@ class Connection:
 
     # --- HELLO --------------------------------------------------------------------------------------------------------
 
+    def _greeting(self) -> Greeting:
+        """Made when it is first needed: the other's HELLO may come before this side has sent its own."""
+        if self._greeting_made is None:
+            if self._remote is None:
+                raise ProtocolError("HELLO before the description")
+            self._greeting_made = Greeting(
+                is_controlling=self._is_controlling,
+                epoch=self.epoch,
+                key=self._attempt.session_key,
+                fingerprints=(self._transport.fingerprint, self._remote.fingerprint),
+                body=self._hello(),
+            )
+        return self._greeting_made
+
     async def _greet(self) -> None:
-        body = hello.encode_hello(self._body())
-        self._transport.send(frames.encode_control(Kind.HELLO, self.epoch, body))
-        await self._confirmed
-        if not self._is_controlling:
-            await self._started
-
-    def _body(self) -> bytes:
-        """This side's, asked once: the other's HELLO may come before this side has sent its own."""
-        if self._local_body is None:
-            self._local_body = self._hello()
-        return self._local_body
-
-    def _mac(self, *, from_controlling: bool) -> bytes:
-        if self._remote is None or self.remote_hello is None:
-            raise ProtocolError("HELLO is not complete")
-        mine = (self._transport.fingerprint, self._body())
-        theirs = (self._remote.fingerprint, self.remote_hello)
-        controlling, controlled = (mine, theirs) if self._is_controlling else (theirs, mine)
-        return hello.mac(
-            self._attempt.session_key,
-            from_controlling=from_controlling,
-            epoch=self.epoch,
-            controlling_fingerprint=controlling[0],
-            controlled_fingerprint=controlled[0],
-            controlling_body=controlling[1],
-            controlled_body=controlled[1],
-        )
+        self._transport.send(self._greeting().first())
+        await self._greeted
 
     def _greeting_frame(self, frame: Frame) -> None:
-        """Frames until both sides are confirmed. On a lossy path they come in any order; nothing else is processed."""
-        if frame.kind is Kind.HELLO and self.remote_hello is None:
-            self.remote_hello = hello.decode_hello(frame.body)
-            mine = self._mac(from_controlling=self._is_controlling)
-            self._transport.send(frames.encode_control(Kind.CONFIRM, self.epoch, mine))
-            self._check_mac()
-        elif frame.kind is Kind.CONFIRM and self._pending_mac is None:
-            self._pending_mac = frame.body
-            self._check_mac()
-        elif frame.kind is Kind.START and not self._is_controlling:
-            if not self._started.done():
-                self._started.set_result(None)
-        elif frame.kind is Kind.REFUSE:
-            self._fail(_refusal(frame.body))
-        elif len(self._early) < _MAX_EARLY_FRAMES:
-            self._early.append(frame)
-        else:
-            raise ProtocolError("too many frames before HELLO was complete")
+        greeting = self._greeting()
+        answer = greeting.take(frame)
+        if answer is not None:
+            self._transport.send(answer)
+        if greeting.is_done and not self._greeted.done():
+            self._greeted.set_result(None)
 
-    def _check_mac(self) -> None:
-        if self._pending_mac is None or self.remote_hello is None or self._confirmed.done():
-            return
-        if not hmac.compare_digest(self._pending_mac, self._mac(from_controlling=not self._is_controlling)):
-            raise ProtocolError("the other peer's HELLO does not fit this connection: somebody is between the two")
-        self._confirmed.set_result(None)
+    @property
+    def remote_hello(self) -> bytes:
+        """The other side's body; empty before it has come."""
+        return (self._greeting_made.remote_body if self._greeting_made is not None else None) or b""
 
     def begin(self) -> None:
         """This connection is the link's now. On the controlling side the other is told so."""
@@ -287,15 +247,13 @@ class Connection:
         self._is_up = True
         self._liveness = Liveness(time.monotonic())
         self._tick()
-        early, self._early = self._early, []
-        for frame in early:
+        for frame in self._greeting().take_early():
             self._frame(frame)
 
     def refuse(self, error: PeerllmError) -> None:
         """Tells the other side why this one does not go on."""
-        body = cbor.encode({"code": error.code, "message": error.message[:1024]})
         with contextlib.suppress(LinkError):
-            self._transport.send(frames.encode_control(Kind.REFUSE, self.epoch, body))
+            self._transport.send(encode_refusal(self.epoch, error))
 
     # --- Living -------------------------------------------------------------------------------------------------------
 
@@ -331,7 +289,7 @@ class Connection:
         elif frame.kind is Kind.PONG:
             self._measure(frame.body)
         elif frame.kind is Kind.REFUSE:
-            self._fail(_refusal(frame.body))
+            self._fail(refusal(frame.body))
 
     def _measure(self, body: bytes) -> None:
         sample = (time.monotonic_ns() - frames.decode_number(body)) / 1e6
@@ -401,10 +359,9 @@ class Connection:
         if self._is_closed:
             return
         self._is_closed = True
-        for future in (self._confirmed, self._started):
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # seen: nobody may be waiting for it
+        if not self._greeted.done():
+            self._greeted.set_exception(error)
+            self._greeted.exception()  # seen: nobody may be waiting for it
         self._on_lost(self, error)
 
     async def close(self) -> None:
@@ -419,10 +376,3 @@ class Connection:
         if tasks:
             await asyncio.wait(tasks)
         await self._transport.close()
-
-
-def _refusal(body: bytes) -> PeerRefused:
-    value = cbor.decode(body, max_bytes=limits.MAX_HELLO_BYTES)
-    if not isinstance(value, dict) or type(value.get("code")) is not str or type(value.get("message")) is not str:
-        raise ProtocolError("a refusal without its reason")
-    return PeerRefused(error_from_code(value["code"], value["message"]))

@@ -17,7 +17,8 @@ import structlog
 
 from peerllm.link.aioice_private import local_addresses
 from peerllm.link.config import LinkConfig, LinkState, LinkStats, Urgency
-from peerllm.link.connection import Connection, EpochStale, PeerRefused
+from peerllm.link.connection import Connection, EpochStale
+from peerllm.link.greeting import PeerRefused
 from peerllm.link.liveness import Life
 from peerllm.link.signaling import Attempt, SeatedPeer, StaleEpoch, encode_body
 from peerllm.link.watch import Watch
@@ -263,7 +264,7 @@ class Link:
         if self._failure is not None or connection.epoch <= self._epoch:
             return
         try:
-            self._on_hello(connection.remote_hello or b"")
+            self._on_hello(connection.remote_hello)
         except PeerllmError as error:
             connection.refuse(error)
             self._fail(error)
