@@ -1,4 +1,4 @@
-"""The link's figures in the lab: `python -m tests.lab figures [blocks|stock|steady|bulk|share|cpu …] [--samples N]`.
+"""The link's figures in the lab: `python -m tests.lab figures [NAME …] [--samples N]`; the names are ALL's keys.
 
 Benchmarks, not tests: a busy machine moves them. Blocks are multiples of the lab's own ping.
 """
@@ -121,6 +121,29 @@ def share(samples: int) -> None:
             peers.close()
 
 
+def recovery(samples: int) -> None:
+    """From a changed address, or a network restored after 12 s, to UP with a new epoch on both sides."""
+    with Lab(rtt_ms=RTT_MS, nat=("port-preserving", "none")) as lab:
+        peers = Peers(lab)
+        peers.start()
+        took: dict[str, list[float]] = {"address of a": [], "address of b": [], "cut for 12 s": []}
+        for index in range(max(3, samples // 40)):
+            for name, found in took.items():
+                epoch = peers.left.ask("stats")["epoch"]
+                if name.startswith("cut"):
+                    lab.cut("a")
+                    time.sleep(12.0)
+                    begun = time.monotonic()
+                    lab.restore("a")
+                else:
+                    begun = time.monotonic()
+                    lab.change_address(name[-1], step=1 + index)
+                found.append(max(end.wait_state("up", epoch_above=epoch) for end in (peers.left, peers.right)) - begun)
+        for name, found in took.items():
+            print(f"{name}: up again after {quantile(found, 0.5):.1f} s in the median, {max(found):.1f} s at most")
+        peers.close()
+
+
 def cpu(samples: int) -> None:
     """Seconds of CPU for a megabyte, both ends, ours and stock, in one lab."""
     used = {}
@@ -144,6 +167,7 @@ ALL: dict[str, Callable[[int], None]] = {
     "steady": steady,
     "bulk": bulk,
     "share": share,
+    "recovery": recovery,
     "cpu": cpu,
 }
 

@@ -243,11 +243,11 @@ class Lab:
     def restore(self, port: str) -> None:
         self.shape(port, is_cut=False)
 
-    def change_address(self, name: str) -> None:
+    def change_address(self, name: str, step: int = 40) -> None:
         """The host gets another address, as from one Wi-Fi to the next."""
         host = self.hosts[name]
         front, last = host.address.rsplit(".", 1)
-        new = f"{front}.{int(last) + 40}"
+        new = f"{front}.{int(last) + step}"
         commands = [f"addr del {host.address}/24 dev {host.device}", f"addr add {new}/24 dev {host.device}"]
         if host.gateway is not None:
             commands.append(f"route add default via {host.gateway}")
