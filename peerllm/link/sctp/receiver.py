@@ -11,6 +11,8 @@ from peerllm.protocol import limits
 
 SACK_DELAY_SECONDS = 0.01
 """For every second packet; RFC 9260 section 6.2 allows 200 ms, which a tail loss probe would mistake for a loss."""
+_CHUNK_BYTES = 64
+"""What a fragment costs beside its bytes: a flood of fragments of one byte is bounded too."""
 _MAX_AHEAD = 1 << 15
 """A TSN so far beyond what has arrived is no honest sender's; gap blocks have 16 bits."""
 
@@ -43,7 +45,11 @@ class Receiver:
     # --- Acknowledging ------------------------------------------------------------------------------------------------
 
     def take(self, chunk: DataChunk, now: float) -> None:
-        """One DATA chunk. Afterwards `sack_due` says when an answer is due, if one is."""
+        """One DATA chunk. Afterwards `sack_due` says when an answer is due, if one is.
+
+        Raises:
+            ValueError: the sender does not keep to the window that it was told.
+        """
         self._unanswered += 1
         if chunk.flags & IMMEDIATE:
             self._knows_immediate = self._is_urgent = True
@@ -112,7 +118,7 @@ class Receiver:
             self._finish(chunk, chunk.payload)
             return
         tsn = chunk.tsn
-        self._held += len(chunk.payload)
+        self._hold(len(chunk.payload) + _CHUNK_BYTES)
         self._chunks[tsn] = chunk
         first = last = tsn
         before, after = (tsn - 1) % wire.MODULO, (tsn + 1) % wire.MODULO
@@ -127,7 +133,7 @@ class Receiver:
             count = (last - first) % wire.MODULO + 1
             parts = [self._chunks.pop((first + index) % wire.MODULO) for index in range(count)]
             payload = b"".join([part.payload for part in parts])
-            self._held -= len(payload)
+            self._held -= len(payload) + _CHUNK_BYTES * count
             self._finish(parts[0], payload)
         else:
             self._run_by_first[first] = last
@@ -141,7 +147,7 @@ class Receiver:
         expected = self._expected.get(stream, 0)
         if first.sequence != expected:
             self._early[stream, first.sequence] = (first.protocol, payload)
-            self._held += len(payload)
+            self._hold(len(payload) + _CHUNK_BYTES)
             return
         protocol = first.protocol
         while True:
@@ -152,7 +158,12 @@ class Receiver:
             if waiting is None:
                 return
             protocol, payload = waiting
-            self._held -= len(payload)
+            self._held -= len(payload) + _CHUNK_BYTES
+
+    def _hold(self, size: int) -> None:
+        self._held += size
+        if self._held > 2 * limits.MAX_SCTP_RECEIVE_BYTES:  # twice: what was on its way when the window shrank
+            raise ValueError("more SCTP fragments than the receive window holds")
 
     @property
     def held_bytes(self) -> int:

@@ -237,9 +237,11 @@ class Sender:
         found: list[Chunk] = []
         seen: dict[int, int] = {}
         unacked = self._unacked
+        before = 1
         for first, last in sack.gaps:
-            if first < 2 or last < first or last > len(unacked):
+            if first <= before or last < first or last > len(unacked):
                 raise ValueError("a SACK whose gap blocks are out of order or beyond what was sent")
+            before = last
             begin = (sack.cumulative + first) % wire.MODULO
             known = self._seen_gaps.get(begin)
             start = first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,4 +117,12 @@ def test_fragments_that_wait_shrink_the_window_that_is_told() -> None:
     made, _ = receiver()
     before = sack_of(made).window
     made.take(chunk(1, FIRST_FRAGMENT, bytes(1000)), 0.0)
-    assert sack_of(made).window == before - 1000
+    assert sack_of(made).window == before - 1000 - 64
+
+
+def test_fragments_of_a_message_without_an_end_are_bounded() -> None:
+    made, _ = receiver()
+    with pytest.raises(ValueError, match="window"):
+        for tsn in range(1, 200_000):
+            made.take(chunk(tsn, FIRST_FRAGMENT if tsn == 1 else 0), 0.0)
+            made.make_sack()

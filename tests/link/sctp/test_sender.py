@@ -30,6 +30,7 @@ def tsns(packets: list[bytes]) -> list[int]:
         SackChunk(0, 1000, [(2, 60_000)], ()),
         SackChunk(0, 1000, [(1, 2)], ()),
         SackChunk(0, 1000, [(4, 3)], ()),
+        SackChunk(0, 1000, [(2, 4), (3, 4)], ()),
     ],
 )
 def test_a_sack_of_what_was_never_sent_is_refused(sack: SackChunk) -> None:
