@@ -6,6 +6,7 @@ Lines typed while it runs change it: `a loss=2`, `b cut`, `b restore`, `a addres
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 
 from tests.lab import figures
@@ -59,6 +60,7 @@ def _up(arguments: argparse.Namespace) -> None:
         try:
             for line in sys.stdin:
                 _change(lab, line.split())
+            signal.pause()  # no more lines will come; the lab stays
         except KeyboardInterrupt:
             print()
 

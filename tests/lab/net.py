@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -91,6 +92,7 @@ class Lab:
     # --- Making and removing ------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
+        _remove_orphans()
         try:
             self._make()
         except BaseException:
@@ -275,6 +277,15 @@ class Lab:
         command = self.argv("a", "ping", "-q", "-i", "0.05", "-c", str(count), target)
         words = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         return float(words.rsplit("=", 1)[1].split("/")[0]) * factor
+
+
+def _remove_orphans() -> None:
+    """Namespaces of labs whose process was killed before it could remove them."""
+    listed = subprocess.run(["ip", "netns", "list"], check=False, capture_output=True, text=True).stdout
+    for name in listed.split():
+        found = re.fullmatch(r"plab(\d+)x\d+[a-z]+", name)
+        if found is not None and not Path(f"/proc/{found[1]}").exists():
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
 def _run(*command: str, stdin: str | None = None) -> None:

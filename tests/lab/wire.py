@@ -14,6 +14,7 @@ import json
 import os
 import random
 import select
+import signal
 import socket
 import sys
 import time
@@ -151,6 +152,7 @@ class Wire:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the lab, which ends this by closing its input
     with contextlib.suppress(PermissionError):
         os.nice(-10)  # a wire that waits for its turn is jitter that nobody asked for
     Wire([Port(*argument.split("=", 1)) for argument in sys.argv[1:]]).run()
