@@ -17,6 +17,9 @@ from peerllm.protocol.requests import Sampling
 from tests import tiny_models
 from tests.engine.pairs import GREEDY, Pair, Scripted, Ties
 
+# Ten seconds on an idle machine; other work on its cores must not look like a hang.
+pytestmark = pytest.mark.timeout(400)
+
 TOKENS = 16
 LENGTHS = (1, 4, 8)
 DRAFTERS = ("ngram", "model", "right", "wrong", "random")
