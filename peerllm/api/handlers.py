@@ -160,9 +160,11 @@ def application(handlers: Handlers, request_began: Callable[[asyncio.Transport |
     @web.middleware
     async def announce(request: web.Request, handler: Handler) -> web.StreamResponse:
         request_began(request.transport)
+        if (request.content_length or 0) > limits.MAX_API_BODY_BYTES:
+            raise web.HTTPRequestEntityTooLarge(limits.MAX_API_BODY_BYTES, request.content_length or 0)
         return await handler(request)
 
     # One more than is allowed: releases of aiohttp differ in whether the size itself is too large.
-    app = web.Application(client_max_size=limits.MAX_API_BODY_BYTES + 1, middlewares=[announce, errors_in_shape])
+    app = web.Application(client_max_size=limits.MAX_API_BODY_BYTES + 1, middlewares=[errors_in_shape, announce])
     app.add_routes(handlers.routes())
     return app

@@ -94,7 +94,8 @@ _NEUTRAL_COMPLETION: Neutral = {
     "logprobs": _is_one_of(False),
 }
 _SERVED = {
-    "model", "stream", "stream_options", "temperature", "top_p", "top_k", "seed", "stop", "max_tokens", "draft_length",
+    "model", "stream", "stream_options", "temperature", "top_p", "top_k", "seed", "stop", "max_tokens",
+    "max_completion_tokens", "draft_length",
 }  # fmt: skip
 
 
@@ -115,7 +116,7 @@ def parse_body(data: bytes) -> dict[str, Any]:
 
 def parse_chat(body: dict[str, Any]) -> ApiRequest:
     """A /v1/chat/completions request. Raises BadRequest and its children, with `param`."""
-    _refuse_others(body, _SERVED | {"messages", "max_completion_tokens"}, _NEUTRAL | _NEUTRAL_CHAT)
+    _refuse_others(body, _SERVED | {"messages"}, _NEUTRAL | _NEUTRAL_CHAT)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("'messages' must be a list of at least one message.", param="messages")

@@ -45,6 +45,13 @@ def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
         "--insecure", action="store_true", help="allow ws:// to a server beyond this machine (or PEERLLM_INSECURE=1)"
     )
     parser.add_argument("--state-dir", type=Path, metavar="DIR", help="keys and their lock; one daemon each")
+    parser.add_argument(
+        "--keep",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="seconds that answers wait for a silent peer (default 120)",
+    )
     parser.add_argument("--yes", action="store_true", help="download without asking")
     # For one machine: the demo and the tests.
     parser.add_argument(
@@ -59,6 +66,7 @@ def config_of(args: argparse.Namespace, **more: object) -> DaemonConfig:
     from peerllm.daemon.config import DaemonConfig
     from peerllm.protocol import limits
     from peerllm.protocol.identity import LayerRange
+    from peerllm.rooms.server import check_url
 
     if not args.signaling:
         raise BadRequest(
@@ -74,6 +82,10 @@ def config_of(args: argparse.Namespace, **more: object) -> DaemonConfig:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise BadRequest(f"--{name} is a number from 1 up")
+    if args.context is not None and args.context < limits.MIN_CONTEXT:
+        raise BadRequest(f"--context is a number from {limits.MIN_CONTEXT} up: a prompt and an answer have to fit")
+    insecure = args.insecure or os.environ.get("PEERLLM_INSECURE") == "1"
+    check_url(args.signaling, insecure=insecure)
     return DaemonConfig(
         signaling=args.signaling,
         state_dir=args.state_dir or default_state_dir(),
@@ -89,6 +101,7 @@ def config_of(args: argparse.Namespace, **more: object) -> DaemonConfig:
         is_insecure=args.insecure,
         is_loopback=args.loopback,
         added_rtt_ms=args.rtt,
+        kept_seconds=args.keep,
         **more,  # type: ignore[arg-type]
     )
 
@@ -127,6 +140,8 @@ class Terminal:
 
         if isinstance(notice, events.RoomOpened):
             options = f"--signaling {self._config.signaling}" + " --insecure" * self._config.is_insecure
+            if self._config.is_loopback:  # two daemons on one machine need two homes
+                options += " --loopback --state-dir ./second --socket ./second.sock"
             return (
                 f"Room code: {notice.code}\nOn the other machine, type:\n"
                 f"  {self._join_command} {notice.code} {options}\nWaiting for the other peer …"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from peerllm.protocol.errors import LayersMismatch, ModelMismatch
-from peerllm.protocol.identity import LayerRange, ModelIdentity, share_layers
+from peerllm.protocol.identity import LayerRange, ModelIdentity, check_chain, share_layers
 from peerllm.protocol.messages import Answer, Offer, Plan
 
 
@@ -19,6 +19,19 @@ def check_same_model(ours: ModelIdentity, theirs: ModelIdentity, name: str) -> N
             f"the two sides' copies of {name} are not the same model: they differ in {', '.join(found)}; "
             "both sides need the same files"
         )
+
+
+def check_own_range(named: LayerRange, layers: int) -> None:
+    """What is wrong with a named range whoever the other peer is, so that it is said before there is one.
+
+    Raises:
+        LayersMismatch: empty, beyond the model, the whole of it, or neither its beginning nor its end.
+    """
+    if len(named) == layers:
+        raise LayersMismatch(f"layers {named} are the whole model; the other peer has to hold at least one layer")
+    # The other peer would hold exactly the rest.
+    rest = LayerRange(named.last, layers) if named.first == 0 else LayerRange(0, named.first)
+    check_chain(sorted((named, rest)), layers)
 
 
 def common_dtype(offered: tuple[str, ...], answered: tuple[str, ...]) -> str:

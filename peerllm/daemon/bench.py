@@ -18,7 +18,7 @@ async def bench_link(config: DaemonConfig, person: Person, *, samples: int) -> d
         PeerllmError: no room, no path, the other side went away.
     """
     with StateLock(config.state_dir):
-        peer = await meet(config, person.tell)
+        peer, room = await meet(config, person.tell)
         link = make_link(config, peer, hello=lambda: b"", on_hello=lambda body: None)
         try:
             await link.start()
@@ -34,3 +34,5 @@ async def bench_link(config: DaemonConfig, person: Person, *, samples: int) -> d
         finally:
             await link.close()
             await peer.close()
+            if room is not None:
+                await room.close()

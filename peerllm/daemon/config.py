@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from peerllm.protocol import limits
 from peerllm.protocol.identity import LayerRange
 
 
@@ -34,3 +35,5 @@ class DaemonConfig:
     is_insecure: bool = False
     is_loopback: bool = False
     added_rtt_ms: float = 0.0
+    kept_seconds: float = limits.SESSION_KEPT_SECONDS
+    """How long answers wait for a peer that is silent."""

@@ -8,33 +8,39 @@ from dataclasses import replace
 from peerllm.daemon.config import DaemonConfig
 from peerllm.daemon.events import PeerSeated, RoomOpened, Tell, WrongGuess
 from peerllm.link import Link, LinkConfig, TurnServer
-from peerllm.rooms import RoomClient, SeatedPeer
+from peerllm.rooms import Room, RoomClient, SeatedPeer
 
 
-async def meet(config: DaemonConfig, tell: Tell) -> SeatedPeer:
-    """Waits for the other peer as long as it takes.
+async def meet(config: DaemonConfig, tell: Tell) -> tuple[SeatedPeer, Room | None]:
+    """Waits for the other peer as long as it takes. The opener gets its room too: it answers further joiners until it
+    is closed.
 
     Raises:
         RoomError, ProtocolError: in words: a wrong code, a server that cannot be reached, another release.
     """
     client = RoomClient(config.signaling, config.state_dir, insecure=config.is_insecure)
     if config.resume is not None:
-        return await client.resume(config.resume or None)
+        return await client.resume(config.resume or None), None
+    room: Room | None = None
     if config.room_code is not None:
         peer = await client.join(config.room_code)
     else:
         room = await client.open(on_guess=lambda wrong, left: tell(WrongGuess(wrong, left)))
         tell(RoomOpened(str(room.code)))
-        peer = await room.admit()
+        try:
+            peer = await room.admit()
+        except BaseException:
+            await room.close()
+            raise
     tell(PeerSeated(peer.room_name))
-    return peer
+    return peer, room
 
 
 def make_link(
     config: DaemonConfig, peer: SeatedPeer, hello: Callable[[], bytes], on_hello: Callable[[bytes], None]
 ) -> Link:
     """A link to that peer, not started. Each attempt takes the STUN servers and relays that signaling offers then."""
-    base = LinkConfig(loopback=config.is_loopback, added_rtt_ms=config.added_rtt_ms)
+    base = LinkConfig(loopback=config.is_loopback, added_rtt_ms=config.added_rtt_ms, kept_seconds=config.kept_seconds)
 
     def with_servers() -> LinkConfig:
         if config.is_loopback:

@@ -14,7 +14,7 @@ from peerllm import __version__
 from peerllm.daemon.channel import MessageChannel
 from peerllm.daemon.config import DaemonConfig
 from peerllm.daemon.engine import Engine
-from peerllm.daemon.events import Connected, Person, ReadyToServe, Trouble
+from peerllm.daemon.events import Connected, Person, Progress, ReadyToServe, Trouble
 from peerllm.daemon.meeting import make_link, meet
 from peerllm.daemon.serving import Serving
 from peerllm.daemon.settings import remember_settings
@@ -22,15 +22,16 @@ from peerllm.daemon.setup import Agreed, Setup
 from peerllm.link import Link, LinkState
 from peerllm.protocol import cbor, limits
 from peerllm.protocol.errors import PeerAway, PeerllmError, ProtocolError, RoomIncomplete
-from peerllm.protocol.messages import Loading, Message, Offer, Ready, Refusal
+from peerllm.protocol.messages import Leaving, Loading, Message, Offer, Ready, Refusal
 from peerllm.protocol.requests import Event, GenerateRequest, ModelInfo
-from peerllm.rooms import SeatedPeer
+from peerllm.rooms import Room, SeatedPeer
 from peerllm.telemetry.watchdog import LoopWatchdog
 
 log = structlog.get_logger(__name__)
 
 _MAX_HELLO_BYTES = 4 * limits.KIB
 _LINGER_SECONDS = 1.0
+_GOODBYE_SECONDS = 0.5
 
 
 class _PeerRestarted(Exception):
@@ -60,6 +61,7 @@ class Node:
         self._state = "starting"
         self._is_peer_ready = False
         self._peer: SeatedPeer | None = None
+        self._room: Room | None = None
         self._link: Link | None = None
         self._channel: MessageChannel | None = None
         self._serving: Serving | None = None
@@ -73,10 +75,12 @@ class Node:
         Raises:
             PeerllmError: why it cannot go on.
         """
+        self._person.tell(Progress("starting the engine", 0.0))
         await self._engine.start()
         await self._setup.describe()
         self._state = "waiting"
-        peer = self._peer = await meet(self._config, self._person.tell)
+        peer, self._room = await meet(self._config, self._person.tell)
+        self._peer = peer
         await asyncio.to_thread(remember_settings, self._config, peer.room_name)
         has_served = self._config.resume is not None
         while True:
@@ -90,7 +94,7 @@ class Node:
                     raise
                 has_served = True
                 self._state = "away"
-                self._person.tell(Trouble(f"{error.message}. Waiting for it."))
+                self._person.tell(Trouble(f"{error.message}. Waiting for it; `peerllm resume` there brings it back."))
                 await self._stop_serving(error)
             finally:
                 await self._disconnect()
@@ -125,8 +129,16 @@ class Node:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         closing = [self._engine.close()]
-        closing += [part.close() for part in (self._link, self._peer) if part is not None]
+        closing += [part.close() for part in (self._link, self._peer, self._room) if part is not None]
         await asyncio.gather(*closing, return_exceptions=True)
+
+    async def _say_goodbye(self) -> None:
+        link = self._link
+        if self._channel is not None and link is not None and link.state is LinkState.UP:
+            with contextlib.suppress(PeerAway, TimeoutError):
+                async with asyncio.timeout(_GOODBYE_SECONDS):
+                    await self._channel.send(Leaving())
+                    await asyncio.sleep(2 * (link.stats().rtt_ms or 0.0) / 1000)  # until it is surely out
 
     async def _connect(self, peer: SeatedPeer) -> MessageChannel:
         """Raises PeerAway, NoPath, LinkError, VersionMismatch."""
@@ -139,6 +151,7 @@ class Node:
         return self._channel
 
     async def _disconnect(self) -> None:
+        await self._say_goodbye()
         link, self._link, self._channel = self._link, None, None
         if link is not None:
             await link.close()
@@ -185,6 +198,8 @@ class Node:
     async def _take(self, message: Message) -> None:
         if isinstance(message, Offer):
             raise _PeerRestarted(message)
+        if isinstance(message, Leaving):
+            raise PeerAway("The other peer's daemon was stopped")
         if isinstance(message, Loading):
             self._is_peer_ready = False
         elif isinstance(message, Ready):
@@ -212,7 +227,12 @@ class Node:
 
     def _link_state_changed(self, state: LinkState) -> None:
         log.info("link_state", state=state.name)
-        if state is LinkState.UP and self._serving is not None and not self._is_peer_new.is_set():
+        if self._serving is None:
+            return
+        if state is LinkState.SUSPECT:
+            self._person.tell(Trouble("The other peer is silent. Connecting anew; answers wait meanwhile."))
+        elif state is LinkState.UP and not self._is_peer_new.is_set():
+            self._person.tell(Trouble("The other peer is back."))
             self._serving.link_is_up_again()
 
     def _engine_lost(self, error: PeerllmError) -> None:
@@ -285,7 +305,9 @@ class Node:
         stats = None if link is None else link.stats()
         status: dict[str, Any] = {
             "release": __version__,
-            "state": self._state,
+            "state": "away"
+            if self._state == "ready" and (link is None or link.state is not LinkState.UP)
+            else self._state,
             "health": {"well": well, "cause": cause},
             "worker": {
                 "state": self._engine.state,

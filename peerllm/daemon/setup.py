@@ -10,7 +10,14 @@ from typing import Any, TypeVar
 
 import structlog
 
-from peerllm.daemon.agreement import check_plan, check_same_model, chosen_device, make_plan, offered_dtypes
+from peerllm.daemon.agreement import (
+    check_own_range,
+    check_plan,
+    check_same_model,
+    chosen_device,
+    make_plan,
+    offered_dtypes,
+)
 from peerllm.daemon.boundary import Boundary
 from peerllm.daemon.channel import MessageChannel
 from peerllm.daemon.config import DaemonConfig
@@ -19,6 +26,7 @@ from peerllm.daemon.events import Person, Progress
 from peerllm.protocol import limits
 from peerllm.protocol.errors import (
     DownloadNeeded,
+    DraftMismatch,
     ModelNotFound,
     PeerAway,
     PeerllmError,
@@ -85,6 +93,14 @@ class Setup:
             self._model = await self._with_download(
                 "describe", model=self._config.model, revision=self._config.revision
             )
+            if self._config.layers is not None:
+                check_own_range(self._config.layers, int(self._model["layers"]))
+        kind, _, draft = self._config.draft.partition(":")
+        if kind == "model":
+            try:
+                await self._engine.call("describe", model=draft, allow_download=False)
+            except PeerllmError as error:
+                raise DraftMismatch(f"--draft {self._config.draft}: {error.message}") from None
 
     async def agree(self, channel: MessageChannel, *, is_opener: bool, offer: Offer | None = None) -> Agreed:
         """Both sides end with the same plan and their layers loaded, or with the same refusal.

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from peerllm.protocol import limits
@@ -179,8 +180,8 @@ def main(arguments: list[str] | None = None) -> None:
     # Ctrl-C on a terminal reaches the whole group; the daemon decides, and closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # torch makes this folder when it is imported; without a name for it, in the temporary folder, and leaves it there.
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(cache, "peerllm", "inductor"))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "peerllm" / "inductor"))
     # On a machine whose cores are all busy computing, the daemon's loop (pings, verdicts, clients) goes first.
     os.nice(_NICENESS)
     pipe = Pipe(socket.socket(fileno=options.fd))

@@ -67,7 +67,7 @@ class LayerRange:
     def parse(cls, words: str) -> LayerRange:
         """From `a:b` as a user types it. Raises LayersMismatch in words."""
         first, colon, last = words.partition(":")
-        if not colon or not first.isascii() or not first.isdigit() or not last.isascii() or not last.isdigit():
+        if not colon or not all(part.isascii() and part.isdigit() and len(part) <= 5 for part in (first, last)):
             raise LayersMismatch(f"layers are written as first:last, such as 0:15; got {words!r}")
         return from_map(cls, {"first": int(first), "last": int(last)})
 

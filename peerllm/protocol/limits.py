@@ -33,6 +33,7 @@ MAX_CANDIDATES = 64
 """Candidates in a block; a block has one row more."""
 MAX_CONTEXT = 1 << 20
 """Positions in a sequence. No model that we know goes further."""
+MIN_CONTEXT = 16
 MAX_VOCABULARY = 1 << 20
 MAX_LAYERS = 1024
 MAX_TEXT_CHARS = 64 * KIB
@@ -206,7 +207,7 @@ ROUND_DEADLINE_FACTOR = 20
 PREFILL_DEADLINE_SECONDS = 60.0
 """The same floor for one prefill chunk: the first of a large model on a cold CPU is slow and well."""
 HEARTBEAT_SECONDS = 0.5
-WORKER_HUNG_SECONDS = 10.0
+WORKER_HUNG_SECONDS = 6.0
 """A worker whose heartbeat thread is silent for so long is stopped, swapped out or dead."""
 LOOP_BLOCKED_SECONDS = 0.05
 """The daemon's event loop is never blocked for longer; the watchdog logs it."""

@@ -126,6 +126,13 @@ class Refusal(Message):
         return error_from_code(self.code, self.reason, self.param)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving(Message):
+    """This side's daemon is being stopped: what it was asked ends now, not when silence has lasted long enough."""
+
+    TYPE: ClassVar[int] = 7
+
+
 # --- Rounds -------------------------------------------------------------------------------------------------------
 
 
@@ -243,7 +250,7 @@ def _by_type(*kinds: type[Message]) -> dict[int, type[Message]]:
 
 
 _TYPES = _by_type(
-    Offer, Answer, Plan, Loading, Ready, Refusal,
+    Offer, Answer, Plan, Loading, Ready, Refusal, Leaving,
     SessionOpen, PrefillChunk, PrefillTaken, CandidateBlock, Verdict, SessionState, SessionClose,
     RequestOpen, RequestEvent, RequestCancel,
 )  # fmt: skip

@@ -30,7 +30,10 @@ _ERRORS: dict[str, tuple[type[RoomError], str]] = {
         RoomNotFound,
         "There is no room of this number. Codes end after ten minutes, or when someone has joined; ask for a new one.",
     ),
-    "room_crowded": (RoomCrowded, "The room is crowded: everyone it was opened for is inside."),
+    "room_crowded": (
+        RoomCrowded,
+        "The room is crowded: everyone it was opened for has joined. `peerllm resume` brings back who was in it.",
+    ),
     "room_closed": (RoomClosed, "The room was closed."),
     "room_guesses": (
         RoomClosed,

@@ -79,3 +79,5 @@ def configure_logging(level: str = "info", stream: TextIO | None = None) -> None
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(max(threshold, logging.WARNING))
+    # What it calls errors are requests that are no HTTP; each is answered, and none is ours to mend.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)

@@ -66,7 +66,9 @@ class LoopWatchdog:
         if late > self._threshold:
             self.blocked_count += 1
             processor = time.thread_time() - self._processor_before
-            log.warning("loop_blocked", blocked_ms=round(late * 1000, 1), processor_ms=round(processor * 1000, 1))
+            # A loop that used little of the time was not blocked by its own work: the machine had no processor for it.
+            level = log.warning if processor > late / 2 else log.info
+            level("loop_blocked", blocked_ms=round(late * 1000, 1), processor_ms=round(processor * 1000, 1))
 
     async def __aenter__(self) -> Self:
         self.start()

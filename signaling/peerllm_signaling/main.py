@@ -17,16 +17,23 @@ from peerllm_signaling.server import ServerConfig, SignalingServer
 from peerllm_signaling.turn import TurnServers
 
 
+def _port(words: str) -> int:
+    value = int(words)
+    if not 0 <= value < 65536:
+        raise argparse.ArgumentTypeError("a port is from 0 to 65535")
+    return value
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="peerllm-signaling",
         description="Where peerllm's daemons find each other by a room number. It learns nothing else.",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8765, help="TCP port; 0 picks one (default: 8765)")
+    parser.add_argument("--port", type=_port, default=8765, help="TCP port; 0 picks one (default: 8765)")
     parser.add_argument(
         "--stun-port",
-        type=int,
+        type=_port,
         help="UDP port of the STUN responder; it takes the next too (default: --port)",
     )
     parser.add_argument("--no-stun", action="store_true", help="answer no STUN requests")

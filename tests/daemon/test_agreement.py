@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from peerllm.daemon.agreement import check_plan, chosen_device, make_plan, offered_dtypes
+from peerllm.daemon.agreement import check_own_range, check_plan, chosen_device, make_plan, offered_dtypes
 from peerllm.protocol.errors import LayersMismatch, ModelMismatch, PeerllmError
 from peerllm.protocol.identity import LayerRange, ModelIdentity
 from peerllm.protocol.messages import Answer, Offer
@@ -118,3 +118,25 @@ def test_a_dtype_or_device_that_the_machine_lacks_is_refused_with_what_it_has() 
         offered_dtypes(machine, "bfloat16")
     with pytest.raises(PeerllmError, match="cuda:0, cpu"):
         chosen_device(machine, ("cuda:3",))
+
+
+@pytest.mark.parametrize("named", ["0:12", "12:30", "0:29", "29:30"])
+def test_a_range_at_either_end_can_work(named: str) -> None:
+    check_own_range(LayerRange.parse(named), 30)
+
+
+@pytest.mark.parametrize(
+    ("named", "why"),
+    [
+        ("0:30", "the whole model"),
+        ("0:31", "beyond the model"),
+        ("5:5", "empty"),
+        ("0:0", "empty"),
+        ("5:10", "held by nobody"),
+        ("40:50", "beyond the model"),
+        ("12:3", "empty"),
+    ],
+)
+def test_a_range_that_no_partner_could_complete_is_refused_before_there_is_one(named: str, why: str) -> None:
+    with pytest.raises(LayersMismatch, match=why):
+        check_own_range(LayerRange.parse(named), 30)

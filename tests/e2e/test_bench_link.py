@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 
-from tests.e2e.rooms import START_SECONDS, start_signaling
-
 from peerllm.cli.demo_processes import stage
+from tests.e2e.rooms import START_SECONDS, start_signaling
 
 
 def test_both_ends_finish_and_the_joiner_prints_the_figures() -> None:

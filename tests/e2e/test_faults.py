@@ -93,7 +93,6 @@ def test_requests_of_both_peers_wait_in_one_line(slow_room: RoomOfTwo) -> None:
     [
         (("--layers", "0:3"), ("--layers", "2:4"), "held twice"),
         (("--layers", "0:1"), ("--layers", "2:4"), "held by nobody"),
-        (("--layers", "0:4"), (), "empty"),
         (("--layers", "0:2"), ("--layers", "2:9"), "beyond the model"),
         (("--dtype", "float32"), ("--dtype", "bfloat16"), "no dtype in common"),
     ],
@@ -108,6 +107,29 @@ def test_divisions_that_cannot_work_are_refused_on_both_sides_with_the_reason(
         for daemon in (first, second):
             with pytest.raises(DemoFailed, match=why):
                 daemon.child.wait_for("Ready:", 60)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--layers", "0:4"), "whole model"),
+        (("--layers", "1:3"), "held by nobody"),
+        (("--draft", "model:/nope"), "--draft model:/nope"),
+        (("--context", "1"), "from 16 up"),
+        (("--signaling", "http://127.0.0.1:1"), "not the address of a signaling server"),
+    ],
+)
+def test_what_no_partner_could_mend_is_refused_before_a_room_is_opened(
+    tiny_model: Path, options: tuple[str, ...], why: str
+) -> None:
+    with stage() as here:
+        child = here.start(
+            "first",
+            *("peerllm", "up", "--model", str(tiny_model), "--signaling", "ws://127.0.0.1:9", "--device", "cpu"),
+            *("--state-dir", str(here.folder / "own"), "--socket", str(here.folder / "own.sock"), *options),
+        )
+        with pytest.raises(DemoFailed, match=why):
+            child.wait_for("Room code", 60)
 
 
 def test_a_joiner_with_another_model_is_refused_and_what_differs_is_named(tiny_model: Path, tmp_path: Path) -> None:

@@ -169,3 +169,9 @@ def test_a_key_of_small_order_is_no_peer() -> None:
 def test_both_ends_give_the_room_one_name() -> None:
     assert room_name(public(ONE), public(TWO)) == room_name(public(TWO), public(ONE))
     assert room_name(public(ONE), public(TWO)) != room_name(public(ONE), public(THREE))
+
+
+def test_a_state_directory_that_cannot_be_one_is_said_in_words(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RoomError, match="cannot be used"):
+        StateLock(tmp_path / "file").acquire()
