@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from peerllm.engine import codec
 from peerllm.engine.drafting.base import Drafter, NoDrafter
 from peerllm.engine.drafting.build import build_drafter
-from peerllm.engine.memory import host_memory, plan_for, require
+from peerllm.engine.memory import plan_for, require
 from peerllm.engine.results import Drafted, Loaded, Prefilled, Stopwatch, Verified
 from peerllm.engine.runner import Runner
 from peerllm.engine.running import make_runner
@@ -327,27 +326,3 @@ class Engine:
             "cache": self._cache.byte_count,
             "draft": self.drafter.byte_count,
         }
-
-
-def machine() -> dict[str, Any]:
-    """What the daemon's `machine` operation answers: versions, devices with free bytes, dtypes, best first."""
-    import transformers
-
-    devices = []
-    for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        name = torch.cuda.get_device_name(index)
-        devices.append({"device": f"cuda:{index}", "name": name, "free_bytes": free, "total_bytes": total})
-    if devices:
-        has_bfloat16 = min(torch.cuda.get_device_capability(index) for index in range(len(devices))) >= (8, 0)
-        dtypes = ["bfloat16", "float16", "float32"] if has_bfloat16 else ["float16", "float32"]
-    else:
-        dtypes = ["float32", "bfloat16"]
-    free, total = host_memory()
-    devices.append({"device": "cpu", "name": "CPU", "free_bytes": free, "total_bytes": total})
-    return {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "devices": devices,
-        "dtypes": dtypes,
-    }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from peerllm.engine.machine import host_memory
 from peerllm.engine.runner import BUCKETS
 from peerllm.engine.slice import SliceShape, read_config
 from peerllm.engine.weights import INT8
@@ -180,13 +181,3 @@ def plan_for(
         is_gpu=is_gpu,
         draft=drafts,
     )
-
-
-def host_memory() -> tuple[int, int]:
-    """(available, total) bytes of this machine's memory; zeros where the kernel does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 0, 0
-    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.split()}
-    return kib.get("MemAvailable", 0) * limits.KIB, kib.get("MemTotal", 0) * limits.KIB

@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from peerllm import models
-from peerllm.engine.engine import Engine, machine
+from peerllm.engine.machine import machine
 from peerllm.engine.results import Prefilled
 from peerllm.engine.tokens import Tokens
-from peerllm.engine.weights import Progress
 from peerllm.protocol import limits
 from peerllm.protocol.errors import EngineError, ProtocolError
 from peerllm.protocol.fields import from_map, to_map
 from peerllm.protocol.identity import LayerRange, ModelIdentity
 from peerllm.protocol.requests import ChatMessage, Sampling
+
+if TYPE_CHECKING:
+    from peerllm.engine.engine import Engine
+    from peerllm.engine.weights import Progress
 
 Answer = tuple[dict[str, Any], bytes]
 
@@ -105,6 +108,9 @@ class Operations:
         self._engine = self._tokens = None
         threads = header.get("threads")
         layers = _layers(header)
+        # Imported when it is needed: transformers' models take seconds, and a refusal needs none of them.
+        from peerllm.engine.engine import Engine
+
         engine = Engine.load(
             folder,
             layers,

@@ -13,10 +13,10 @@ from peerllm.protocol.requests import Sampling
 from tests import tiny_models
 from tests.engine.pairs import GREEDY, Pair, Scripted, Ties
 
-pytestmark = pytest.mark.embedded
+pytestmark = [pytest.mark.embedded, pytest.mark.timeout(900)]
 
 IS_FULL = os.environ.get("PEERLLM_TEST_FULL") == "1"
-TOKENS = 48 if IS_FULL else 16
+TOKENS = 48 if IS_FULL else 12
 LENGTHS = (1, 4, 8) if IS_FULL else (4,)
 QUESTIONS = (
     "Why is the sky blue?",

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from peerllm.engine import codec
-from peerllm.engine.engine import Engine, machine
+from peerllm.engine.engine import Engine
+from peerllm.engine.machine import machine
 from peerllm.protocol.errors import (
     BadRequest,
     ContextTooLong,
