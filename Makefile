@@ -12,6 +12,7 @@ TORCH ?= torch==2.13.0
 TRANSFORMERS ?= transformers>=5.17,<6
 ARGS ?=
 PYTEST_ARGS ?=
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -24,8 +25,10 @@ READY := $(VENV)/.ready-$(SET)
 demo: $(READY)
 	$(BIN)/peerllm demo $(ARGS)
 
+# Two at a time, then those that want the machine for themselves. 5: no test of that kind among the chosen ones.
 test: $(READY)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m 'not alone' $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -m alone $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 test-full: $(READY)
 	PEERLLM_TEST_FULL=1 $(BIN)/python -m pytest --timeout 3600 $(PYTEST_ARGS)

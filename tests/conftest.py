@@ -1,0 +1,13 @@
+"""What all tests share: which of them want the machine for themselves."""
+
+from __future__ import annotations
+
+import pytest
+
+ALONE = ("tests/lab/", "tests/e2e/test_event_loop.py", "tests/rooms/test_flood.py", "tests/rooms/test_meddling_link.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(ALONE):
+            item.add_marker(pytest.mark.alone)
