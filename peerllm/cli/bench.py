@@ -49,7 +49,12 @@ def run(args: argparse.Namespace) -> int:
             is_loopback=args.loopback,
             added_rtt_ms=args.rtt,
         )
-        person = Terminal(config, join_command="peerllm bench link", stream=sys.stderr if args.json else sys.stdout)
+        person = Terminal(
+            config,
+            join_command="peerllm bench link",
+            second_home="",
+            stream=sys.stderr if args.json else sys.stdout,
+        )
         figures = uvloop.run(bench_link(config, person, samples=args.samples))
     if figures is not None:
         print(json.dumps(figures, indent=1) if args.json else _table(figures))

@@ -98,7 +98,7 @@ def config_of(args: argparse.Namespace, **more: object) -> DaemonConfig:
         devices=() if args.device is None else (args.device,),
         threads=args.threads,
         is_download_allowed=args.yes,
-        is_insecure=args.insecure,
+        is_insecure=insecure,
         is_loopback=args.loopback,
         added_rtt_ms=args.rtt,
         kept_seconds=args.keep,
@@ -110,12 +110,18 @@ class Terminal:
     """The person: notices become lines, what takes long becomes progress."""
 
     def __init__(
-        self, config: DaemonConfig, *, join_command: str = "peerllm join", stream: TextIO | None = None
+        self,
+        config: DaemonConfig,
+        *,
+        join_command: str = "peerllm join",
+        second_home: str = " --state-dir ./second --socket ./second.sock",
+        stream: TextIO | None = None,
     ) -> None:
         from peerllm.cli.progress import Progress
 
         self._config = config
         self._join_command = join_command
+        self._second_home = second_home  # two daemons on one machine need two
         self._stream = stream
         self._progress = Progress(sys.stderr)
         self._last: Notice | None = None
@@ -140,8 +146,8 @@ class Terminal:
 
         if isinstance(notice, events.RoomOpened):
             options = f"--signaling {self._config.signaling}" + " --insecure" * self._config.is_insecure
-            if self._config.is_loopback:  # two daemons on one machine need two homes
-                options += " --loopback --state-dir ./second --socket ./second.sock"
+            if self._config.is_loopback:
+                options += " --loopback" + self._second_home
             return (
                 f"Room code: {notice.code}\nOn the other machine, type:\n"
                 f"  {self._join_command} {notice.code} {options}\nWaiting for the other peer …"
