@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-# Where the tests run in the background of a script, Ctrl-C is ignored, and processes that they start would inherit that.
+# Where tests run in the background of a script, Ctrl-C is ignored, and processes that they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ALONE = ("tests/lab/", "tests/e2e/test_event_loop.py", "tests/rooms/test_flood.py", "tests/rooms/test_meddling_link.py")

@@ -93,7 +93,6 @@ def test_requests_of_both_peers_wait_in_one_line(slow_room: RoomOfTwo) -> None:
     [
         (("--layers", "0:3"), ("--layers", "2:4"), "held twice"),
         (("--layers", "0:1"), ("--layers", "2:4"), "held by nobody"),
-        (("--layers", "0:2"), ("--layers", "2:9"), "beyond the model"),
         (("--dtype", "float32"), ("--dtype", "bfloat16"), "no dtype in common"),
     ],
 )
@@ -114,6 +113,7 @@ def test_divisions_that_cannot_work_are_refused_on_both_sides_with_the_reason(
     [
         (("--layers", "0:4"), "whole model"),
         (("--layers", "1:3"), "held by nobody"),
+        (("--layers", "2:9"), "beyond the model"),
         (("--draft", "model:/nope"), "--draft model:/nope"),
         (("--context", "1"), "from 16 up"),
         (("--signaling", "http://127.0.0.1:1"), "not the address of a signaling server"),
