@@ -9,10 +9,14 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
+import structlog
+
 from peerllm.protocol import limits
 from peerllm.protocol.errors import PeerAway, PeerllmError, RoomClosed, SignalingUnreachable
 from peerllm.rooms import keys, server
 from peerllm.rooms.servers import IceServers
+
+log = structlog.get_logger(__name__)
 
 _NEW_DAY_CHECK_SECONDS = 3600.0
 _SECONDS_A_DAY = 86400
@@ -134,6 +138,9 @@ class Rendezvous:
                     await asyncio.sleep(pause)
         except PeerllmError as error:
             self._end(error)
+        except Exception as error:
+            log.exception("rendezvous.broke")
+            self._end(RoomClosed(f"An internal error ended the meeting: {error!r}. Start peerllm again."))
 
     async def _attend(self, socket: server.ServerSocket) -> bool:
         """For the life of one socket. Whether it was ever of use."""

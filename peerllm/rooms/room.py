@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import structlog
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from peerllm.protocol import limits
@@ -27,6 +28,8 @@ from peerllm.rooms import pake, server
 from peerllm.rooms.codes import RoomCode, make_words
 from peerllm.rooms.seated import SeatedPeer
 from peerllm.rooms.wire import Introduction, Versions
+
+log = structlog.get_logger(__name__)
 
 _TOKEN_BYTES = 16
 
@@ -153,6 +156,9 @@ class Room:
                         await self._come_back(error)
         except PeerllmError as error:
             self._end(error)
+        except Exception as error:
+            log.exception("room.broke")
+            self._end(RoomClosed(f"An internal error closed the room: {error!r}. Open another."))
         finally:
             await self._leave()
 
@@ -207,7 +213,17 @@ class Room:
         claim = self._claims[number] = _Claim(number=number)
         task = asyncio.create_task(self._answer(claim, decoded), name="claim")
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._claim_done)
+
+    def _claim_done(self, task: asyncio.Task[None]) -> None:
+        """A claim that broke for a reason of our own would break again: the room ends and says why."""
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None or self._failure is not None:
+            return
+        log.error("room.claim_broke", exc_info=error)
+        if not isinstance(error, PeerllmError):
+            error = RoomClosed(f"An internal error closed the room: {error!r}. Open another.")
+        self._end(error)
 
     async def _answer(self, claim: _Claim, greeting: bytes) -> None:
         try:

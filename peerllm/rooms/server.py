@@ -66,8 +66,9 @@ class TryAgain(RoomError):
 def error_of(code: object) -> RoomError:
     """What a server's error code means to the user. TryAgain for those in TRANSIENT."""
     unknown = (RoomError, "The signaling server refused, for a reason that this release does not know.")
-    kind, words = _ERRORS.get(str(code), unknown)
-    return TryAgain(words) if code in TRANSIENT else kind(words)
+    name = code if isinstance(code, str) else ""
+    kind, words = _ERRORS.get(name, unknown)
+    return TryAgain(words) if name in TRANSIENT else kind(words)
 
 
 class ServerSocket:
@@ -214,7 +215,11 @@ def _control(data: str) -> dict[str, Any] | None:
         value = json.loads(data)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) and isinstance(value.get("op"), str) else None
+    if not isinstance(value, dict) or not isinstance(value.get("op"), str):
+        return None
+    if value["op"] == "error" and not isinstance(value.get("code"), str):
+        return None
+    return value
 
 
 def _cause(error: BaseException) -> str:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -420,6 +422,9 @@ NONSENSE: list[Data] = [
     '{"op": "meeting", "stun": ["x"]}',
     '{"op": "turn", "turn": 5}',
     '{"op": "someday"}',
+    '{"op": "error", "code": []}',
+    '{"op": "error", "code": {}}',
+    '{"op": "error"}',
     "[" * 5000,
 ]
 
@@ -458,3 +463,64 @@ async def test_nonsense_from_the_server_does_not_end_a_room(house: House, nonsen
         finally:
             await house.close()
             await room.close()
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE, ids=[repr(each)[:30] for each in NONSENSE])
+async def test_nonsense_from_the_server_gives_a_joiner_a_seat_or_a_typed_error(house: House, nonsense: Data) -> None:
+    async with meddler(house.url) as relay:
+        room = await house.open(house.client("a"))
+        relay.meddle = lambda passing: [passing.data] if passing.is_from_client else [nonsense, passing.data]
+        with contextlib.suppress(RoomError, ProtocolError):
+            async with asyncio.timeout(SECONDS):
+                house.keep(await house.client("b", relay.url).join(str(room.code)))
+        await house.close()
+
+
+async def test_a_fault_of_our_own_in_a_room_is_told_to_who_waits(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = await house.open(house.client("a"))
+
+    def explode(message: dict[str, Any]) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(room, "_begin_claim", explode)
+    joining = asyncio.create_task(house.client("b").join(str(room.code)))
+    with pytest.raises(RoomClosed, match="fault of ours"):
+        async with asyncio.timeout(SECONDS):
+            await room.admit()
+    joining.cancel()
+    await asyncio.gather(joining, return_exceptions=True)
+
+
+async def test_a_room_that_cannot_seat_who_knows_the_words_says_why(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opener = house.client("a")
+    room = await house.open(opener)
+
+    def full(_: object) -> None:
+        raise RoomError("The room cannot be remembered: the disk is full.")
+
+    monkeypatch.setattr(opener.store, "remember", full)
+    joining = asyncio.create_task(house.client("b").join(str(room.code)))
+    with pytest.raises(RoomError, match="disk is full"):
+        async with asyncio.timeout(SECONDS):
+            await room.admit()
+    joining.cancel()
+    await asyncio.gather(joining, return_exceptions=True)
+
+
+async def test_a_fault_of_our_own_at_the_rendezvous_is_told_to_who_waits(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begins, accepts = await house.pair()
+
+    def explode(frame: bytes) -> list[bytes]:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(accepts, "on_frame", explode)
+    beginning = asyncio.create_task(begins.begin(1))
+    with pytest.raises(RoomClosed, match="fault of ours"):
+        async with asyncio.timeout(SECONDS):
+            await accepts.accept()
+    beginning.cancel()
+    await asyncio.gather(beginning, return_exceptions=True)
