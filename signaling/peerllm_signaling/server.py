@@ -193,11 +193,9 @@ class SignalingServer:
         return web.Response(status=503 if self._draining else 200, text="draining\n" if self._draining else "ok\n")
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
-        group = address_group(
-            proxies.client_address(
-                request.remote or "", request.headers.get("X-Forwarded-For"), self.config.trusted_proxies
-            )
-        )
+        # A header may come as several lines, and then means all of them in their order (RFC 9110 section 5.3).
+        forwarded = ",".join(request.headers.getall("X-Forwarded-For", ()))
+        group = address_group(proxies.client_address(request.remote or "", forwarded, self.config.trusted_proxies))
         if (
             self._draining
             or len(self._lines) >= limits.MAX_CONNECTIONS

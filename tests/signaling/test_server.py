@@ -18,6 +18,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import WSMsgType
+from multidict import CIMultiDict
 from peerllm_signaling import limits, log
 from peerllm_signaling.proxies import client_address, parse_networks
 from peerllm_signaling.server import PATH, ServerConfig, SignalingServer
@@ -191,6 +192,20 @@ async def test_the_forwarded_address_counts_only_from_a_configured_proxy(session
 
     assert await limited(())
     assert not await limited(("127.0.0.0/8",))
+
+
+async def test_a_line_of_the_header_that_the_client_wrote_is_not_the_proxys(session: aiohttp.ClientSession) -> None:
+    """A proxy may append its word as a line of its own, after the client's."""
+    server = SignalingServer(ServerConfig("127.0.0.1", 0, trusted_proxies=parse_networks(["127.0.0.0/8"])))
+    await server.start()
+    codes = []
+    for index in range(limits.JOINS_PER_MINUTE + 1):
+        headers = CIMultiDict([("X-Forwarded-For", f"203.0.113.{index}"), ("X-Forwarded-For", "192.0.2.1")])
+        async with session.ws_connect(server.address + PATH, headers=headers) as socket:
+            await socket.send_json({"op": "claim", "room": 4127, "greeting": GREETING})
+            codes.append((await said(socket))["code"])
+    await server.stop()
+    assert codes[-1] == "too_many"
 
 
 def test_what_a_client_wrote_into_the_header_itself_is_not_believed() -> None:
