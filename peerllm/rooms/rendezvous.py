@@ -218,7 +218,10 @@ class Rendezvous:
                 RoomClosed("Another daemon with this peer's key came to the rendezvous and took this one's place.")
             )
         elif op == "error" and message.get("code") != "unknown_op":  # that one ends nothing
-            raise SignalingUnreachable(server.error_of(message.get("code")).message)
+            error = server.error_of(message.get("code"))
+            if isinstance(error, server.NotUnderstood):
+                raise RoomClosed(error.message)
+            raise SignalingUnreachable(error.message)
 
     def _take_turn(self, message: dict[str, Any]) -> None:
         """Credentials end; fresh ones are asked for before that."""

@@ -25,6 +25,15 @@ from peerllm.protocol.errors import (
 _PATH = "/v1"
 Message = dict[str, Any] | bytes
 
+
+class TryAgain(RoomError):
+    """The server refused for now."""
+
+
+class NotUnderstood(RoomError):
+    """The server says that what this release sends is nothing it knows: the same words again would not help."""
+
+
 _ERRORS: dict[str, tuple[type[RoomError], str]] = {
     "room_not_found": (
         RoomNotFound,
@@ -51,16 +60,12 @@ _ERRORS: dict[str, tuple[type[RoomError], str]] = {
         "Too many rooms are waiting that were opened from this address. Close some, or wait.",
     ),
     "server_full": (SignalingUnreachable, "The signaling server is full. Try again later, or use another."),
-    "bad_message": (SignalingUnreachable, "The signaling server does not understand this release of peerllm."),
+    "bad_message": (NotUnderstood, "The signaling server does not understand this release of peerllm."),
 }
 
 
 TRANSIENT = frozenset({"room_busy", "opener_away", "opener_returned", "claim_expired"})
 """Refusals that a moment's patience may mend."""
-
-
-class TryAgain(RoomError):
-    """The server refused for now."""
 
 
 def error_of(code: object) -> RoomError:

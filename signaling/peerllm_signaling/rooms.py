@@ -65,7 +65,8 @@ class Rooms:
     # --- The opener -----------------------------------------------------------------------------------------
 
     def open(self, line: Line, token: bytes, seats: int, number: int | None, now: float) -> Room:
-        """A new room, or the opener's old one (`number`, with the same token) after its connection or the server broke.
+        """A new room, or the opener's old one (`number`, with the same token) after its connection or the server broke;
+        that may have no free seat left. After a restart of the server it is one that nobody has joined yet.
 
         Raises:
             Refused: server full, too many unpaired rooms of this address, or the old number is someone else's.
@@ -74,6 +75,7 @@ class Rooms:
             if not hmac.compare_digest(room.token, token):
                 raise Refused("room_taken")
             self._take_over(room, line)
+            room.seats = min(room.seats, seats)  # its word that one was taken may have been lost with the connection
             return room
         if len(self._rooms) >= limits.MAX_ROOMS:
             raise Refused("server_full")

@@ -136,8 +136,9 @@ class Switchboard:
         if not self._joins.take(client.line.group, now):
             raise Refused("too_many")
         token = _hex(value.get("token"), 16)
-        seats = _whole(value, "seats", 1, limits.MAX_SEATS)
         number = None if value.get("room") is None else _whole(value, "room", 1000, 10**12)
+        # A full room comes back too: so that whoever else has its code is still told that it is crowded.
+        seats = _whole(value, "seats", 1 if number is None else 0, limits.MAX_SEATS)
         room = self.rooms.open(client.line, token, seats, number, now)
         client.role = room
         say(client.line, "opened", room=room.number, seconds=round(room.deadline - now), **self._servers())

@@ -24,7 +24,7 @@ from peerllm.rooms import pake, wire
 from peerllm.rooms.codes import RoomCode
 from peerllm.rooms.room import _Claim
 from peerllm.rooms.wire import Introduction, Versions
-from tests.rooms.house import SECONDS, House, connect, signaling, until
+from tests.rooms.house import SECONDS, Data, House, Passing, connect, meddler, signaling, until
 
 
 def wrong(code: RoomCode) -> str:
@@ -116,6 +116,66 @@ async def test_a_third_is_told_that_the_room_is_crowded_and_those_inside_go_on(h
     begins, accepts = (one, two) if one.is_controlling else (two, one)
     ours, theirs = await connect(begins, accepts)
     assert ours.session_key == theirs.session_key
+
+
+async def test_a_full_room_whose_connection_broke_comes_back_at_once_and_a_third_is_still_told(
+    house: House, server: SignalingServer
+) -> None:
+    async with meddler(house.url) as relay:
+        room = await house.open(house.client("a", relay.url))
+        async with asyncio.timeout(SECONDS):
+            one, two = await asyncio.gather(room.admit(), house.client("b").join(str(room.code)))
+        house.keep(one), house.keep(two)
+        old = room._socket
+        await old._socket.close()
+        await until(lambda: room._socket is not old)
+        with pytest.raises(RoomCrowded):
+            await house.client("c").join(str(room.code))
+        assert [passing.op for passing in relay.seen if passing.is_from_client].count("open") == 2
+        await house.close()
+
+
+async def test_a_full_room_comes_back_after_the_server_was_started_anew(house: House) -> None:
+    async with signaling() as first:
+        room = await house.open(house.client("a", first.address))
+        async with asyncio.timeout(SECONDS):
+            one, two = await asyncio.gather(room.admit(), house.client("b", first.address).join(str(room.code)))
+        house.keep(one), house.keep(two)
+        port = first.port
+    async with signaling(port) as second:
+        await until(lambda: len(second.switchboard.rooms) > 0)
+        with pytest.raises(RoomCrowded):
+            await house.client("c", second.address).join(str(room.code))
+        await house.close()
+
+
+async def test_a_server_that_does_not_understand_is_not_asked_again(house: House) -> None:
+    async with meddler(house.url) as relay:
+        room = await house.open(house.client("a", relay.url))
+        begins, accepts = await house.pair(relay.url, names=("c", "d"))
+        await until(lambda: begins._rendezvous.can_talk and accepts._rendezvous.can_talk)
+
+        def misunderstand(passing: Passing) -> list[Data]:
+            if passing.is_from_client and passing.op in ("open", "meet"):
+                relay.say_back(passing, '{"op": "error", "code": "bad_message"}')
+                return []
+            return [passing.data]
+
+        relay.seen.clear()
+        relay.meddle = misunderstand
+        for socket in (room._socket, begins._rendezvous.socket):
+            assert socket is not None
+            await socket._socket.close()
+        async with asyncio.timeout(SECONDS):
+            with pytest.raises(RoomError, match="does not understand this release"):
+                await room.admit()
+            with pytest.raises(RoomClosed, match="does not understand this release"):
+                while True:
+                    begins._check()
+                    await begins._next()
+        asked = [passing.op for passing in relay.seen if passing.is_from_client and passing.op in ("open", "meet")]
+        assert sorted(asked) == ["meet", "open"]
+        await house.close()
 
 
 async def test_a_number_that_is_no_room_is_told(house: House) -> None:

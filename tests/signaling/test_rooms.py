@@ -225,6 +225,23 @@ def test_after_a_restart_of_the_server_a_room_comes_back_under_its_number(board:
     assert restarted.client().claim(room).errors == []
 
 
+def test_a_full_room_comes_back_with_no_seats_and_is_still_crowded(board: Board) -> None:
+    opener, again = board.client(), board.client()
+    room = opener.open(token="11" * 16)
+    opener.leave()  # its word that the seat is taken was lost
+    assert again.open(seats=0, token="11" * 16, room=room) == room
+    assert board.client().claim(room).errors == ["room_crowded"]
+    restarted = Board()
+    assert restarted.client().open(seats=0, token="11" * 16, room=room) == room
+    assert restarted.client().claim(room).errors == ["room_crowded"]
+
+
+def test_a_new_room_has_a_seat_at_least(board: Board) -> None:
+    opener = board.client()
+    opener.say("open", token="11" * 16, seats=0)
+    assert opener.errors == ["bad_message"]
+
+
 def test_a_room_whose_opener_stays_away_is_forgotten(board: Board) -> None:
     opener = board.client()
     room = opener.open()
