@@ -58,7 +58,7 @@ class RoomClient:
         socket, number = await open_room(self.signaling_url, token, seats, insecure=self._insecure)
 
         async def seat(paired: pake.Paired) -> SeatedPeer:
-            return await self._seat(identity, paired, is_opener=True)
+            return await self._seat(identity, paired)
 
         return Room(
             socket,
@@ -86,7 +86,7 @@ class RoomClient:
         while True:
             try:
                 async with asyncio.timeout(until - time.monotonic()):
-                    paired = await self._claim(parsed, identity)
+                    paired, known = await self._claim(parsed, identity)
                 break
             except TimeoutError:
                 raise RoomError(
@@ -97,7 +97,7 @@ class RoomClient:
                 if time.monotonic() + 1 > until:
                     raise
                 await asyncio.sleep(random.uniform(0.2, 0.8))
-        return await self._seat(identity, paired, is_opener=False)
+        return self._make_seated(identity, known, paired.introductions)
 
     async def resume(self, room: str | None = None) -> SeatedPeer:
         """A peer met before, without words: the named room, or the one met last.
@@ -111,7 +111,8 @@ class RoomClient:
         await asyncio.to_thread(self.store.remember, dataclasses.replace(known, met_at=int(self._clock())))
         return self._make_seated(identity, known)
 
-    async def _claim(self, code: RoomCode, identity: X25519PrivateKey) -> pake.Paired:
+    async def _claim(self, code: RoomCode, identity: X25519PrivateKey) -> tuple[pake.Paired, keys.KnownRoom]:
+        """The pairing is remembered before the opener can believe in it: what breaks after that, `resume` mends."""
         public = identity.public_key().public_bytes_raw()
         joiner = pake.Joiner(code.number, code.password, public, versions=self.versions)
         socket, greeting = await _both(self.signaling_url, joiner, self._insecure)
@@ -122,16 +123,37 @@ class RoomClient:
             done, paired = joiner.take_confirmation(await _body(socket))
             if paired.remote_key == public:
                 raise RoomError("This room was opened by this very daemon, or by a copy of its state directory.")
+            known = self._known(public, paired, is_opener=False)
+            before = await asyncio.to_thread(self._remember, known)
             await socket.send(done)
-            await _seated(socket)
-            return paired
+            await self._until_seated(socket, known, before)
+            return paired, known
         finally:
             await socket.close()
 
-    async def _seat(self, identity: X25519PrivateKey, paired: pake.Paired, *, is_opener: bool) -> SeatedPeer:
-        public = identity.public_key().public_bytes_raw()
+    async def _until_seated(
+        self, socket: server.ServerSocket, known: keys.KnownRoom, before: keys.KnownRoom | None
+    ) -> None:
+        """Takes the pairing back if the opener did: then `before` is what is known of that peer."""
+        try:
+            await _seated(socket)
+        except (server.TryAgain, SignalingUnreachable):
+            raise
+        except RoomError:
+            if before is None:
+                await asyncio.to_thread(self.store.forget, known.name)
+            else:
+                await asyncio.to_thread(self.store.remember, before)
+            raise
+
+    async def _seat(self, identity: X25519PrivateKey, paired: pake.Paired) -> SeatedPeer:
+        known = self._known(identity.public_key().public_bytes_raw(), paired, is_opener=True)
+        await asyncio.to_thread(self.store.remember, known)
+        return self._make_seated(identity, known)
+
+    def _known(self, public: bytes, paired: pake.Paired, *, is_opener: bool) -> keys.KnownRoom:
         now = int(self._clock())
-        known = keys.KnownRoom(
+        return keys.KnownRoom(
             name=keys.room_name(public, paired.remote_key),
             peer=paired.remote_key.hex(),
             is_opener=is_opener,
@@ -139,8 +161,12 @@ class RoomClient:
             paired_at=now,
             met_at=now,
         )
-        await asyncio.to_thread(self.store.remember, known)
-        return self._make_seated(identity, known, () if is_opener else paired.introductions)
+
+    def _remember(self, known: keys.KnownRoom) -> keys.KnownRoom | None:
+        """Gives what was known under that name before. Blocks."""
+        before = next((room for room in self.store.rooms() if room.name == known.name), None)
+        self.store.remember(known)
+        return before
 
     def _make_seated(
         self, identity: X25519PrivateKey, known: keys.KnownRoom, introductions: tuple[Introduction, ...] = ()
@@ -182,15 +208,17 @@ async def _body(socket: server.ServerSocket) -> bytes:
 
 
 async def _seated(socket: server.ServerSocket) -> None:
-    try:
-        while True:
+    """Raises SignalingUnreachable when the connection breaks: the opener may have seated this peer, or not."""
+    while True:
+        try:
             message = await socket.receive()
-            if isinstance(message, dict):
-                if message["op"] == "seated":
-                    return
-                if message["op"] == "error":
-                    raise server.error_of(message.get("code"))
-    except SignalingUnreachable:
-        raise RoomError(
-            "The connection was lost at the last step. Try `peerllm resume`, or ask for a new code."
-        ) from None
+        except SignalingUnreachable:
+            raise SignalingUnreachable(
+                "The connection was lost at the last step. Try `peerllm resume`, or ask for a new code if the other peer "
+                "does not come there."
+            ) from None
+        if isinstance(message, dict):
+            if message["op"] == "seated":
+                return
+            if message["op"] == "error":
+                raise server.error_of(message.get("code"))

@@ -91,6 +91,10 @@ class Meddler:
         """To the real server, as if the client had said it."""
         self._spawn(self._send(self.servers[passing.connection], data))
 
+    def close_soon(self, passing: Passing) -> None:
+        """The client's connection, without a word."""
+        self._spawn(_ended(self.sockets[passing.connection].close()))
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -102,6 +106,10 @@ class Meddler:
             for passing in self.seen
             if passing.has_kind(kind) and passing.is_from_client is is_from_client and isinstance(passing.data, bytes)
         ]
+
+
+async def _ended(closing: Coroutine[Any, Any, bool]) -> None:
+    await closing
 
 
 @asynccontextmanager

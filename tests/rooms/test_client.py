@@ -178,6 +178,53 @@ async def test_a_server_that_does_not_understand_is_not_asked_again(house: House
         await house.close()
 
 
+async def test_a_joiner_whose_connection_breaks_at_the_last_step_can_resume(house: House) -> None:
+    async with meddler(house.url) as relay:
+        room = await house.open(house.client("a"))
+
+        def cut(passing: Passing) -> list[Data]:
+            if not passing.is_from_client and passing.op == "seated":
+                relay.close_soon(passing)
+                return []
+            return [passing.data]
+
+        relay.meddle = cut
+        joiner = house.client("b", relay.url)
+        async with asyncio.timeout(SECONDS):
+            with pytest.raises(RoomError, match="`peerllm resume`"):
+                await joiner.join(str(room.code))
+            one = house.keep(await room.admit())
+        relay.meddle = lambda passing: [passing.data]
+        two = house.keep(await joiner.resume())
+        begins, accepts = (one, two) if one.is_controlling else (two, one)
+        ours, theirs = await connect(begins, accepts)
+        assert ours.session_key == theirs.session_key
+        await house.close()
+
+
+@pytest.mark.parametrize("has_met", [False, True])
+async def test_a_joiner_that_is_refused_at_the_last_step_remembers_what_it_did_before(
+    house: House, has_met: bool
+) -> None:
+    if has_met:
+        await house.pair()
+    before = house.client("b").store.rooms()
+    async with meddler(house.url) as relay:
+        room = await house.open(house.client("a"))
+
+        def refuse(passing: Passing) -> list[Data]:
+            is_last = not passing.is_from_client and passing.op == "seated"
+            return ['{"op": "error", "code": "refused"}'] if is_last else [passing.data]
+
+        relay.meddle = refuse
+        later = house.client("b", relay.url)
+        later._clock = lambda: time.time() + 100
+        with pytest.raises(RoomError, match="refused"):
+            await later.join(str(room.code))
+        assert house.client("b").store.rooms() == before
+        await house.close()
+
+
 async def test_a_number_that_is_no_room_is_told(house: House) -> None:
     with pytest.raises(RoomNotFound, match="no room of this number"):
         await house.client("b").join("9999999-copper-winter-anchor")
