@@ -23,7 +23,7 @@ from peerllm.link.liveness import Life
 from peerllm.link.signaling import Attempt, SeatedPeer, StaleEpoch, encode_body
 from peerllm.link.watch import Watch
 from peerllm.protocol import limits
-from peerllm.protocol.errors import LinkError, PeerAway, PeerllmError, ProtocolError, VersionMismatch
+from peerllm.protocol.errors import LinkError, PeerAway, PeerllmError, ProtocolError, RoomClosed, VersionMismatch
 
 log = structlog.get_logger(__name__)
 
@@ -69,6 +69,8 @@ class Link:
         self._wanted = asyncio.Event()
         self._failure: PeerllmError | None = None
         self._last_error: PeerllmError | None = None
+        self._place_gone: RoomClosed | None = None
+        """Why no attempt can begin any more: a connection that is lost now is not replaced."""
         self._waiters: set[asyncio.Future[None]] = set()
         self._send_locks = {urgency: asyncio.Lock() for urgency in Urgency}
         self._was_up = False
@@ -79,7 +81,8 @@ class Link:
         """Until UP. Safe to cancel; then `close` it.
 
         Raises:
-            NoPath, PeerAway, LinkError, VersionMismatch: why there is no link; nothing goes on in the background.
+            NoPath, PeerAway, LinkError, RoomClosed, VersionMismatch: why there is no link; nothing goes on in the
+                background.
         """
         self._wanted.set()
         self._arm_deadline(limits.LINK_START_SECONDS)
@@ -163,7 +166,7 @@ class Link:
 
     async def _seek(self) -> None:
         """The controlling side: an attempt now and then, for as long as one is wanted."""
-        while True:
+        while self._place_gone is None:
             await self._wanted.wait()
             begun = time.monotonic()
             await self._begin()
@@ -177,6 +180,8 @@ class Link:
                 attempt = await self._peer.begin(self._begun_epoch)
         except TimeoutError:
             self._last_error = PeerAway("The signaling server does not answer.")
+        except RoomClosed as error:
+            self._lose_place(error)
         except PeerllmError as error:
             self._last_error = error
             log.info("link.cannot_begin", error=error.code)
@@ -199,18 +204,27 @@ class Link:
 
     async def _accept(self) -> None:
         """The other side: takes what is begun, at any time; the peer may have been started anew."""
-        while True:
+        while self._place_gone is None:
             try:
                 attempt = await self._peer.accept()
                 if attempt.epoch <= self._epoch:
                     await attempt.send(encode_body(StaleEpoch(epoch=self._epoch)))
                     continue
+            except RoomClosed as error:
+                self._lose_place(error)
             except PeerllmError as error:
                 self._last_error = error
                 log.info("link.cannot_accept", error=error.code)
                 await asyncio.sleep(limits.RETRY_SECONDS)
             else:
                 self._try(attempt)
+
+    def _lose_place(self, error: RoomClosed) -> None:
+        """The room ended for this peer. A connection that is there lives on by itself."""
+        self._last_error = self._place_gone = error
+        log.info("link.place_gone", error=error.code)
+        if self._current is None:
+            self._fail(error)
 
     def _try(self, attempt: Attempt, *, direct_only: bool = False) -> None:
         config = self._make_config()
@@ -341,7 +355,10 @@ class Link:
         log.info("link.lost", epoch=connection.epoch, error=error.code)
         self._current = None
         self._discard(connection)
-        self._seek_replacement()
+        if self._place_gone is not None:
+            self._fail(self._place_gone)
+        else:
+            self._seek_replacement()
 
     def _sign_seen(self, reason: str) -> None:
         """An address changed, or the machine slept: the path is suspect before any silence shows it."""
@@ -384,7 +401,7 @@ class Link:
     def _deadline_passed(self) -> None:
         self._deadline = None
         if self._was_up:
-            self._fail(PeerAway("the other peer did not come back in time"))
+            self._fail(self._place_gone or PeerAway("the other peer did not come back in time"))
         else:
             self._fail(self._last_error or PeerAway("the other peer did not begin to connect"))
 

@@ -43,10 +43,10 @@ class SeatedPeer(Protocol):
     is_opener: bool
 
     async def begin(self, epoch: int) -> Attempt:
-        """A new attempt; the controlling side's to call."""
+        """A new attempt; the controlling side's to call. Raises RoomClosed when there can be none any more."""
 
     async def accept(self) -> Attempt:
-        """The newest attempt that the controlling side began."""
+        """The newest attempt that the controlling side began. Raises RoomClosed when there can be none any more."""
 
     def suspect(self) -> None:
         """The link is suspect, so the way to the signaling server may be gone too: it is looked at now."""

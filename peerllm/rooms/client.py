@@ -214,8 +214,8 @@ async def _seated(socket: server.ServerSocket) -> None:
             message = await socket.receive()
         except SignalingUnreachable:
             raise SignalingUnreachable(
-                "The connection was lost at the last step. Try `peerllm resume`, or ask for a new code if the other peer "
-                "does not come there."
+                "The connection was lost at the last step. Try `peerllm resume`, or ask for a new code if the other "
+                "peer does not come there."
             ) from None
         if isinstance(message, dict):
             if message["op"] == "seated":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peerllm.link import Link, LinkConfig, LinkState
-from peerllm.protocol.errors import PeerAway
+from peerllm.protocol.errors import PeerAway, RoomClosed
 
 SECONDS = 10.0
 """The longest wait of any test; nothing that passes comes near it."""
@@ -40,14 +40,22 @@ class MemoryRoom:
     def __init__(self) -> None:
         self.is_reachable = True
         self.tamper = lambda body: body
-        self.begun: asyncio.Queue[MemoryAttempt] = asyncio.Queue()
+        self.begun: asyncio.Queue[MemoryAttempt | None] = asyncio.Queue()
         self.begun_count = 0
         self.has_begun = asyncio.Event()
         self.suspicions = 0
+        self.closed: RoomClosed | None = None
+        """Set by `close`: nothing begins any more, and both sides are told at once."""
         self.keys: tuple[bytes, bytes] | None = None
         """Different keys on the two sides, for a peer that is not the one it should be."""
 
+    def close(self, error: RoomClosed) -> None:
+        self.closed = error
+        self.begun.put_nowait(None)
+
     def begin(self, epoch: int) -> MemoryAttempt:
+        if self.closed is not None:
+            raise self.closed
         if not self.is_reachable:
             raise PeerAway("the room is not reachable")
         key = bytes([epoch % 256]) * 32
@@ -71,7 +79,9 @@ class MemorySeat:
         return self.room.begin(epoch)
 
     async def accept(self) -> MemoryAttempt:
-        return await self.room.begun.get()
+        if self.room.closed is None and (found := await self.room.begun.get()) is not None:
+            return found
+        raise self.room.closed or RoomClosed("closed")
 
     def suspect(self) -> None:
         self.room.suspicions += 1

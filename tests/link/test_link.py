@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from peerllm.protocol.errors import (
     PeerAway,
     PeerllmError,
     ProtocolError,
+    RoomClosed,
     VersionMismatch,
 )
 from tests.link.pair import SECONDS, Pair
@@ -176,6 +178,41 @@ async def test_a_peer_that_never_answers_is_a_typed_error(pair: Pair, monkeypatc
     with pytest.raises(PeerAway):
         await pair.left.link.start()
     assert pair.left.link.state is LinkState.DOWN
+
+
+@pytest.mark.parametrize("name", ["left", "right"])
+async def test_a_place_that_is_gone_for_good_ends_a_start_at_once(pair: Pair, name: str) -> None:
+    side = pair.left if name == "left" else pair.right
+    starting = asyncio.create_task(side.link.start())
+    await asyncio.sleep(0)
+    pair.room.close(RoomClosed("another daemon took this one's place"))
+    with pytest.raises(RoomClosed, match="took this one's place"):
+        async with asyncio.timeout(2):
+            await starting
+    assert side.link.state is LinkState.DOWN
+
+
+@pytest.mark.parametrize("name", ["left", "right"])
+async def test_a_place_that_is_gone_for_good_ends_a_link_when_its_connection_is_lost_and_not_before(
+    pair: Pair, name: str
+) -> None:
+    side, other = (pair.left, pair.right) if name == "left" else (pair.right, pair.left)
+    await pair.start()
+    await side.reaches(LinkState.UP)
+    pair.room.close(RoomClosed("another daemon took this one's place"))
+    await other.link.send(b"still here")
+    async with asyncio.timeout(SECONDS):
+        assert await side.link.receive() == b"still here"
+    assert side.link.state is LinkState.UP
+    connection = side.link._current
+    assert connection is not None
+    begun = time.monotonic()
+    side.link._lost(connection, PeerAway("silent"))
+    with pytest.raises(PeerAway, match="took this one's place") as caught:
+        async with asyncio.timeout(5):
+            await side.link.receive()
+    assert isinstance(caught.value.__cause__, RoomClosed)
+    assert time.monotonic() - begun < 2
 
 
 async def test_a_closed_link_wakes_whoever_waits(pair: Pair) -> None:
