@@ -128,9 +128,11 @@ class _Decoder:
             if length <= _LONG_TEXT_BYTES:
                 text = self._data[start:end].decode()
                 self._charge(sys.getsizeof(text))
-            else:  # looked at first: it could take four times its length
-                self._charge(length * _width(self._data, start, end))
+            else:  # looked at first: it could take six times its length
+                peak = length * _peak_width(self._data, start, end)
+                self._charge(peak)
                 text = str(memoryview(self._data)[start:end], "utf-8")
+                self._text_left += peak - sys.getsizeof(text)
         except UnicodeDecodeError:
             raise ProtocolError("CBOR text that is not UTF-8") from None
         return text
@@ -176,8 +178,9 @@ class _Decoder:
         return found
 
 
-def _width(data: bytes, start: int, end: int) -> int:
-    """Bytes for each character of UTF-8 text as a str (PEP 393). While it decodes, Python holds one for each byte."""
+def _peak_width(data: bytes, start: int, end: int) -> int:
+    """Bytes for each byte of UTF-8 text while it becomes a str. A str has one, two or four for each character, as its
+    widest needs (PEP 393); the decoder begins with one for each byte, and at a wider character copies what it has."""
     if _WIDE.search(data, start, end):
-        return 4
-    return 2 if _BEYOND_LATIN_1.search(data, start, end) else 1
+        return 2 + 4
+    return 1 + 2 if _BEYOND_LATIN_1.search(data, start, end) else 1 + 1

@@ -13,7 +13,8 @@ MAX_CBOR_ITEMS = 8192
 million, and building them would take 100 ms and 60 MiB."""
 MAX_CBOR_TEXT_BYTES = 3 * MIB
 """What decoding a message's text may take in memory: Python makes all characters of a text as wide as the widest, so a
-mebibyte of ASCII with one emoji in it becomes four."""
+mebibyte of ASCII with one emoji in it becomes four, and six while it does. A mebibyte of Latin or of Chinese
+is taken."""
 
 # --- Messages over a link -----------------------------------------------------------------------------------------
 MAX_MESSAGE_BYTES = 1 * MIB + 64 * KIB

@@ -1,4 +1,4 @@
-"""The long fuzzing run, guided by coverage: `python tests/protocol/fuzz_decode.py -runs=1000000` (needs `atheris`).
+"""The long fuzzing run, guided by coverage: `make fuzz` (needs `atheris`).
 
 Fails on anything but a message or a ProtocolError, on an input that takes 10 ms where nothing is instrumented, and,
 for every hundredth input, on more than 4 MiB allocated.

@@ -137,6 +137,11 @@ def test_the_largest_messages_of_ours_are_taken() -> None:
     assert cbor.decode(cbor.encode({"prompt": "字" * 349_000}))
 
 
+def test_a_long_text_counts_for_what_it_takes_once_it_is_there() -> None:
+    texts = ["a" * 524_282 + "😀", *["a" * 20_000] * 20]  # four times as wide, and then one each
+    assert cbor.decode(cbor.encode(texts)) == texts
+
+
 def test_what_would_be_refused_is_not_sent() -> None:
     with pytest.raises(ProtocolError, match="values"):
         cbor.encode(list(range(limits.MAX_CBOR_ITEMS + 1)))
@@ -158,6 +163,12 @@ HOSTILE = {
     "ASCII": head(3, FULL - 5) + b"a" * (FULL - 5),
     "ASCII and an emoji": head(3, FULL - 5) + b"a" * (FULL - 9) + "😀".encode(),
     "less ASCII and an emoji": head(3, 786_432) + b"a" * 786_428 + "😀".encode(),
+    "ASCII between wider characters": head(3, 786_432) + "Ā".encode() + b"a" * 786_426 + "😀".encode(),
+    "the same, as much as is taken": head(3, 524_288) + "Ā".encode() + b"a" * 524_282 + "😀".encode(),
+    "the same, beside maps": head(4, COUNT // 3)
+    + b"\xa1\x60\xa0" * (COUNT // 3 - 1)
+    + (head(3, 500_000) + "Ā".encode() + b"a" * 499_994 + "😀".encode()),
+    "Latin after ASCII": head(3, FULL - 5) + b"a" * (FULL - 7) + "é".encode(),
     "Latin": head(3, FULL // 2 * 2 - 6) + "é".encode() * (FULL // 2 - 3),
     "Chinese": head(3, FULL // 3 * 3 - 6) + "字".encode() * (FULL // 3 - 2),
     "texts": head(4, 8000) + (head(3, 126) + "字".encode() * 42) * 8000,
