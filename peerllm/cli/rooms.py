@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
         room = store.forget(args.room)
         forget_settings(state_dir, room.name)
         print(f"Forgot {room.name}. To meet that peer again, both need a new code.")
+        print("A daemon that runs with it makes no new connection; the one it has lasts until it breaks or is stopped.")
         return 0
     rooms = store.rooms()
     if args.json:

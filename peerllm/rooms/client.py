@@ -180,6 +180,7 @@ class RoomClient:
             room_name=known.name,
             versions=self.versions,
             introductions=introductions,
+            is_known=lambda: self.store.knows(known.name),
             clock=self._clock,
         )
         peer.start()

@@ -113,6 +113,16 @@ class KeyStore:
             raise RoomNotFound("No room is known here yet. Open one with `peerllm up`, or join one with its code.")
         raise RoomNotFound(f"No room {wanted!r} is known here. Known: {', '.join(room.name for room in rooms)}.")
 
+    def knows(self, name: str) -> bool:
+        """Whether the room of exactly that name is there. A directory that cannot be read says nothing: True."""
+        try:
+            (self._dir / _ROOMS / f"{name}.json").stat()
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return True
+
     def remember(self, room: KnownRoom) -> None:
         """Raises RoomError when it cannot be written."""
         try:

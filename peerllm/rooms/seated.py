@@ -34,6 +34,7 @@ class SeatedPeer:
         identity: this peer's long-term key. Its public part is `local_id`.
         remote_id: the other's public key.
         introductions: further peers of the room, as the opener introduced them.
+        is_known: whether the room is still known here, asked in a thread before each attempt.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class SeatedPeer:
         room_name: str = "",
         versions: Versions = wire.VERSIONS,
         introductions: Iterable[Introduction] = (),
+        is_known: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.local_id = identity.public_key().public_bytes_raw()
@@ -57,6 +59,7 @@ class SeatedPeer:
         self.introductions = list(introductions)
         self.on_introduction: Callable[[Introduction], None] | None = None
         self._identity = identity
+        self._is_known = is_known
         self._remote = X25519PublicKey.from_public_bytes(remote_id)
         self._rendezvous = Rendezvous(
             signaling_url,
@@ -101,7 +104,7 @@ class SeatedPeer:
             VersionMismatch: releases without a version in common.
             ProtocolError: someone answers for the other peer.
         """
-        self._check()
+        await self._check_known()
         self._rendezvous.suspect_if_quiet()
         was_present = False
         try:
@@ -126,6 +129,8 @@ class SeatedPeer:
         """
         while True:
             self._check()
+            if self._accepted is not None:
+                await self._check_known()  # before it is taken: a cancelled call leaves it to the next
             found, self._accepted = self._accepted, None
             if found is not None and found.failure is None:
                 return found
@@ -276,6 +281,8 @@ class SeatedPeer:
     # --- What the rendezvous tells ------------------------------------------------------------------------------------
 
     def on_frame(self, frame: bytes) -> list[bytes]:
+        if self._failure is not None:
+            return []
         try:
             return self._take(frame)
         except ProtocolError as error:
@@ -318,6 +325,12 @@ class SeatedPeer:
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+    async def _check_known(self) -> None:
+        self._check()
+        if not await asyncio.to_thread(self._is_known):
+            self.on_end(RoomClosed("This room was forgotten here. To meet that peer again, both need a new code."))
+        self._check()
 
     async def _next(self) -> None:
         """Until anything has changed."""

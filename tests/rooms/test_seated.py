@@ -141,6 +141,24 @@ async def test_a_room_is_resumed_by_its_name_and_forgotten_by_it(house: House) -
         await house.client("a").resume(name)
 
 
+@pytest.mark.parametrize("who", ["begins", "accepts"])
+async def test_a_room_that_is_forgotten_under_a_running_daemon_ends_at_the_next_attempt(house: House, who: str) -> None:
+    begins, accepts = await house.pair()
+    await connect(begins, accepts)
+    ours, other = (begins, accepts) if who == "begins" else (accepts, begins)
+    house.client("a" if ours.is_opener else "b").store.forget(ours.room_name)
+    beginning = asyncio.create_task(begins.begin(2))
+    async with asyncio.timeout(SECONDS):
+        with pytest.raises(RoomClosed, match="forgotten"):
+            await (beginning if who == "begins" else accepts.accept())
+    beginning.cancel()
+    await asyncio.gather(beginning, return_exceptions=True)
+    assert ours.on_frame(b"\x11" + bytes(200)) == []
+    with pytest.raises(RoomClosed, match="forgotten"):
+        await (ours.begin(3) if who == "begins" else ours.accept())
+    assert other._failure is None
+
+
 async def test_a_restored_state_directory_still_connects_and_no_key_is_used_twice(
     house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
