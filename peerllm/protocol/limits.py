@@ -125,6 +125,10 @@ time says nothing of the words."""
 CLAIM_SECONDS = 10.0
 JOIN_SECONDS = 15.0
 """From the command to a seat or an error that names the cause."""
+ROOM_MISSING_SECONDS = 4.0
+"""How long a joiner takes "no such room" for a server that was started anew and whose openers are on their way back. A
+mistyped number costs its user as long, and the pause below keeps it to a few of an address's thirty joins a minute."""
+ROOM_MISSING_PAUSE_SECONDS = 1.0
 MAX_GREETING_BYTES = 512
 """The PAKE message: 42 bytes today; a later release may append."""
 SIGNALING_CONNECT_SECONDS = 5.0

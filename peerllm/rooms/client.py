@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from peerllm.protocol import limits
 from peerllm.protocol.errors import (
     RoomError,
+    RoomNotFound,
     SignalingUnreachable,
 )
 from peerllm.rooms import keys, pake, server, wire
@@ -82,7 +83,8 @@ class RoomClient:
         """
         parsed = RoomCode.parse(code)
         identity = await asyncio.to_thread(self.store.identity)
-        until = time.monotonic() + limits.JOIN_SECONDS
+        begun = time.monotonic()
+        until = begun + limits.JOIN_SECONDS
         while True:
             try:
                 async with asyncio.timeout(until - time.monotonic()):
@@ -97,6 +99,11 @@ class RoomClient:
                 if time.monotonic() + 1 > until:
                     raise
                 await asyncio.sleep(random.uniform(0.2, 0.8))
+            except RoomNotFound:
+                pause = limits.ROOM_MISSING_PAUSE_SECONDS * random.uniform(0.7, 1.3)
+                if time.monotonic() + pause > min(begun + limits.ROOM_MISSING_SECONDS, until):
+                    raise
+                await asyncio.sleep(pause)
         return self._make_seated(identity, known, paired.introductions)
 
     async def resume(self, room: str | None = None) -> SeatedPeer:

@@ -12,6 +12,7 @@ import pytest
 import uvloop
 from peerllm_signaling.server import SignalingServer
 
+from peerllm.protocol import limits
 from tests.rooms.house import House, signaling
 
 
@@ -43,7 +44,8 @@ async def server(nothing_is_left_behind: None) -> AsyncIterator[SignalingServer]
 
 
 @pytest.fixture
-async def house(server: SignalingServer, tmp_path: Path) -> AsyncIterator[House]:
+async def house(server: SignalingServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
+    monkeypatch.setattr(limits, "ROOM_MISSING_SECONDS", 0.0)  # no server was started anew, but where a test does it
     made = House(server.address, tmp_path)
     yield made
     await made.close()

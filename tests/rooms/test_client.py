@@ -225,9 +225,12 @@ async def test_a_joiner_that_is_refused_at_the_last_step_remembers_what_it_did_b
         await house.close()
 
 
-async def test_a_number_that_is_no_room_is_told(house: House) -> None:
+async def test_a_number_that_is_no_room_is_told(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "ROOM_MISSING_SECONDS", 4.0)
+    begun = time.monotonic()
     with pytest.raises(RoomNotFound, match="no room of this number"):
         await house.client("b").join("9999999-copper-winter-anchor")
+    assert 2 < time.monotonic() - begun < limits.JOIN_SECONDS
 
 
 async def test_a_closed_room_is_gone(house: House) -> None:
@@ -332,6 +335,31 @@ async def test_a_waiting_room_comes_back_after_the_server_was_started_anew(house
         await until(lambda: len(second.switchboard.rooms) > 0)
         async with asyncio.timeout(SECONDS):
             one, two = await asyncio.gather(room.admit(), house.client("b", second.address).join(str(room.code)))
+        house.keep(one), house.keep(two)
+        await house.close()
+
+
+async def test_a_peer_that_joins_right_after_a_restart_waits_for_the_room_to_come_back(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "ROOM_MISSING_SECONDS", SECONDS)
+    async with signaling() as first:
+        room = await house.open(house.client("a", first.address))
+        port = first.port
+    may_return = asyncio.Event()
+    come_back = room._come_back
+
+    async def later(why: SignalingUnreachable) -> None:
+        await may_return.wait()
+        await come_back(why)
+
+    monkeypatch.setattr(room, "_come_back", later)
+    async with signaling(port) as second, meddler(second.address) as relay:
+        joining = asyncio.create_task(house.client("b", relay.url).join(str(room.code)))
+        await until(lambda: any("room_not_found" in str(passing.data) for passing in relay.seen))
+        may_return.set()
+        async with asyncio.timeout(SECONDS):
+            one, two = await asyncio.gather(room.admit(), joining)
         house.keep(one), house.keep(two)
         await house.close()
 
