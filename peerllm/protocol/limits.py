@@ -51,7 +51,7 @@ MAX_DRAFT_LENGTH = MAX_CANDIDATES
 # --- The local API --------------------------------------------------------------------------------------------------
 MAX_API_BODY_BYTES = 1 * MIB
 MAX_API_CLIENTS = 32
-MAX_QUEUED_REQUESTS = 64
+MAX_QUEUED_REQUESTS = 24
 """Requests that wait for their turn; one more is answered 429."""
 CLIENT_STALL_SECONDS = 30.0
 """A client that does not empty its socket, or does not send a whole request, in so long is dropped."""
