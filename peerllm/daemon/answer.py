@@ -46,6 +46,8 @@ class Workplace:
     engine: Engine
     channel: MessageChannel
     boundary: Boundary
+    is_peer_ready: Callable[[], bool] = lambda: True
+    """False while the other side loads its layers: that stops the clock."""
     rounds: StepDeadline = field(default_factory=StepDeadline)
     prefills: StepDeadline = field(default_factory=lambda: StepDeadline(limits.PREFILL_DEADLINE_SECONDS))
 
@@ -190,8 +192,8 @@ class Answer:
                 async with asyncio.timeout(self._work.rounds.seconds):
                     item = await inbox.get()
             except TimeoutError:
-                if self._channel.link.state is not LinkState.UP:
-                    continue  # the link's own deadline ends this
+                if self._channel.link.state is not LinkState.UP or not self._work.is_peer_ready():
+                    continue  # the link's own deadline ends this, or the other side's loading
                 raise PeerAway("the other peer did not answer in time; its daemon may be overloaded") from None
             if isinstance(item, Verdict):
                 if item.round == block.round:

@@ -6,9 +6,6 @@ import time
 from collections.abc import AsyncGenerator
 
 from peerllm.daemon.answer import RESYNC, Answer, Inbox, Workplace
-from peerllm.daemon.boundary import Boundary
-from peerllm.daemon.channel import MessageChannel
-from peerllm.daemon.engine import Engine
 from peerllm.decoding.draft_length import AdaptiveDraftLength, DraftLengthPolicy, FixedDraftLength
 from peerllm.decoding.drafting import DraftingSession
 from peerllm.protocol.errors import PeerllmError
@@ -20,13 +17,11 @@ from peerllm.telemetry.ledger import RoundLedger
 class Drafter:
     """Makes answers. `take` is given every message of the verifying peer; `link_is_up_again` tells of a reconnect."""
 
-    def __init__(
-        self, engine: Engine, channel: MessageChannel, boundary: Boundary, *, draft_length: int | None = None
-    ) -> None:
-        self._work = Workplace(engine, channel, boundary)
+    def __init__(self, work: Workplace, *, draft_length: int | None = None) -> None:
+        self._work = work
         self._draft_length = draft_length
         self._inboxes: dict[int, Inbox] = {}
-        self._adaptive = AdaptiveDraftLength(min(16, boundary.max_candidates))
+        self._adaptive = AdaptiveDraftLength(min(16, work.boundary.max_candidates))
         self.ledger = RoundLedger()
         """Of all answers so far."""
 

@@ -170,7 +170,14 @@ class Node:
             self._serving.link_is_up_again()
         else:
             await self._stop_serving(PeerAway("the other peer came back with another model or other layers"))
-            self._serving = Serving(agreed, self._engine, channel, self._spawn, draft_length=self._config.draft_length)
+            self._serving = Serving(
+                agreed,
+                self._engine,
+                channel,
+                self._spawn,
+                is_peer_ready=lambda: self._is_peer_ready,
+                draft_length=self._config.draft_length,
+            )
         self._state = "ready"
         self._person.tell(
             ReadyToServe(agreed.model, agreed.layers, agreed.all_layers, agreed.is_drafting, agreed.boundary.context)
@@ -221,6 +228,7 @@ class Node:
             raise ProtocolError("the other peer's greeting lacks its instance")
         if self._their_instance not in (None, instance):
             self._is_peer_new.set()
+            self._is_peer_ready = False
             if self._serving is not None:
                 self._serving.peer_restarted(PeerAway("the other peer's daemon started anew; ask again"))
         self._their_instance = instance

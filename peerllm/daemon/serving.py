@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
+from peerllm.daemon.answer import Workplace
 from peerllm.daemon.channel import MessageChannel
 from peerllm.daemon.drafter import Drafter
 from peerllm.daemon.engine import Engine
@@ -27,7 +28,14 @@ class Serving:
     long as that comes back to the same agreement."""
 
     def __init__(
-        self, agreed: Agreed, engine: Engine, channel: MessageChannel, spawn: Spawn, *, draft_length: int | None
+        self,
+        agreed: Agreed,
+        engine: Engine,
+        channel: MessageChannel,
+        spawn: Spawn,
+        *,
+        is_peer_ready: Callable[[], bool],
+        draft_length: int | None,
     ) -> None:
         self.agreed = agreed
         self.queue = RequestQueue()
@@ -38,7 +46,8 @@ class Serving:
         self._verifier: Verifier | None = None
         self._requests: RemoteRequests | None = None
         if agreed.is_drafting:
-            self._drafter = Drafter(engine, channel, agreed.boundary, draft_length=draft_length)
+            work = Workplace(engine, channel, agreed.boundary, is_peer_ready)
+            self._drafter = Drafter(work, draft_length=draft_length)
             self._answers = RemoteAnswers(channel, self.generate)
         else:
             self._verifier = Verifier(engine, channel, agreed.boundary, max_sessions=_VERIFIER_SESSIONS)
