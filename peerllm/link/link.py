@@ -16,6 +16,7 @@ from collections.abc import Callable
 import structlog
 
 from peerllm.link.aioice_private import local_addresses
+from peerllm.link.changes import Changes
 from peerllm.link.config import LinkConfig, LinkState, LinkStats, Urgency
 from peerllm.link.connection import Connection, EpochStale
 from peerllm.link.greeting import PeerRefused
@@ -71,7 +72,7 @@ class Link:
         self._last_error: PeerllmError | None = None
         self._place_gone: RoomClosed | None = None
         """Why no attempt can begin any more: a connection that is lost now is not replaced."""
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._changes = Changes()
         self._send_locks = {urgency: asyncio.Lock() for urgency in Urgency}
         self._was_up = False
 
@@ -92,7 +93,7 @@ class Link:
             if self._failure is not None:
                 await self._stop()
                 raise self._failure
-            await self._changed()
+            await self._changes.next()
 
     async def send(self, message: bytes, urgency: Urgency = Urgency.ROUND) -> None:
         """Returns when the link has taken the message. Waits while too much is unprocessed or the link is not UP.
@@ -116,7 +117,7 @@ class Link:
                 ):
                     connection.put(message, urgency)
                     return
-                await self._changed()
+                await self._changes.next()
 
     async def receive(self) -> bytes:
         """The next whole message, the most urgent first. Safe to cancel; for one caller at a time.
@@ -129,7 +130,7 @@ class Link:
             if message is not None:
                 return message
             self._check()
-            await self._changed()
+            await self._changes.next()
 
     @property
     def state(self) -> LinkState:
@@ -200,7 +201,7 @@ class Link:
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):
-                    await self._changed()
+                    await self._changes.next()
 
     async def _accept(self) -> None:
         """The other side: takes what is begun, at any time; the peer may have been started anew."""
@@ -240,8 +241,8 @@ class Link:
             hello=self._hello,
             on_phase=self._phase,
             on_life=self._life,
-            on_message=self._wake,
-            on_room=self._wake,
+            on_message=self._changes.happened,
+            on_room=self._changes.happened,
             on_again=self._asked_again,
             on_lost=self._lost,
         )
@@ -271,7 +272,7 @@ class Link:
             self._attempts.pop(connection, None)
             if connection is not self._current:
                 await connection.close()
-            self._wake()
+            self._changes.happened()
 
     def _adopt(self, connection: Connection) -> None:
         """This connection is the link now, unless a newer one is."""
@@ -419,25 +420,11 @@ class Link:
                     self.on_state(state)
                 except Exception:
                     log.exception("link.callback_failed", state=state.value)
-        self._wake()
+        self._changes.happened()
 
     def _check(self) -> None:
         if self._failure is not None:
             raise PeerAway(self._failure.message) from self._failure
-
-    def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, set()
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
-    async def _changed(self) -> None:
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.add(waiter)
-        try:
-            await waiter
-        finally:
-            self._waiters.discard(waiter)
 
     async def _stop(self) -> None:
         self._arm_deadline(None)

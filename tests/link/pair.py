@@ -104,7 +104,7 @@ class Side:
         """Asks whenever the link has changed in any way."""
         async with asyncio.timeout(SECONDS):
             while not condition():
-                await self.link._changed()
+                await self.link._changes.next()
 
 
 class Pair:
