@@ -51,6 +51,16 @@ def imports(path: Path, *, is_top_level_only: bool = False) -> Iterator[tuple[st
                 yield module, node.lineno
 
 
+def imports_of(package: str, libraries: set[str]) -> list[str]:
+    """Where `package` imports one of `libraries`, in words."""
+    return [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in files(package)
+        for name, line in imports(path)
+        if name.split(".")[0] in libraries
+    ]
+
+
 def test_every_package_has_its_place_in_the_rule() -> None:
     packages = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert packages == set(ALLOWED)
@@ -75,35 +85,17 @@ def test_imports_run_one_way(package: str) -> None:
 
 @pytest.mark.parametrize("package", sorted(set(ALLOWED) - {"engine", "models"}))
 def test_only_engine_and_models_import_torch(package: str) -> None:
-    wrong = [
-        f"{path.relative_to(ROOT)}:{line} imports {name}"
-        for path in files(package)
-        for name, line in imports(path)
-        if name.split(".")[0] in TORCH
-    ]
-    assert not wrong, "\n".join(wrong)
+    assert not (wrong := imports_of(package, TORCH)), "\n".join(wrong)
 
 
 @pytest.mark.parametrize("package", ["engine", "models"])
 def test_engine_and_models_need_nothing_of_the_daemons(package: str) -> None:
-    wrong = [
-        f"{path.relative_to(ROOT)}:{line} imports {name}"
-        for path in files(package)
-        for name, line in imports(path)
-        if name.split(".")[0] in DAEMON_ONLY
-    ]
-    assert not wrong, "\n".join(wrong)
+    assert not (wrong := imports_of(package, DAEMON_ONLY)), "\n".join(wrong)
 
 
 @pytest.mark.parametrize("package", ["decoding", "protocol"])
 def test_decoding_and_protocol_do_no_io_and_know_no_clock(package: str) -> None:
-    wrong = [
-        f"{path.relative_to(ROOT)}:{line} imports {name}"
-        for path in files(package)
-        for name, line in imports(path)
-        if name.split(".")[0] in IO_MODULES
-    ]
-    assert not wrong, "\n".join(wrong)
+    assert not (wrong := imports_of(package, IO_MODULES)), "\n".join(wrong)
 
 
 def test_no_file_has_grown_beyond_one_sitting() -> None:
