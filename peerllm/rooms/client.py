@@ -202,7 +202,11 @@ async def _both(url: str, joiner: pake.Joiner, insecure: bool) -> tuple[server.S
     except BaseException:
         await asyncio.gather(greeting, return_exceptions=True)
         raise
-    return socket, await greeting
+    try:
+        return socket, await greeting
+    except BaseException:
+        await socket.close()
+        raise
 
 
 async def _body(socket: server.ServerSocket) -> bytes:

@@ -162,9 +162,10 @@ class Rendezvous:
             self._left()
             for task in (probing, days, reader):
                 task.cancel()
-            await asyncio.gather(probing, days, reader, return_exceptions=True)
-            # A half-open socket takes a second to close: the next is not kept waiting for that.
+            # A half-open socket takes a second to close: the next is not kept waiting for that. Before anything is
+            # awaited here: `close` may cancel this just now.
             self._spawn(socket.close())
+            await asyncio.gather(probing, days, reader, return_exceptions=True)
         return was_useful
 
     async def meet(self, socket: server.ServerSocket) -> None:

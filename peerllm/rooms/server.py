@@ -140,7 +140,8 @@ class ServerSocket:
                 await self._socket.close()
         except TimeoutError:
             pass
-        await self._session.close()
+        finally:
+            await self._session.close()
 
     def _lost(self) -> SignalingUnreachable:
         return SignalingUnreachable(f"The connection to the signaling server {self._url} was lost.")

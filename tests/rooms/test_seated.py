@@ -22,6 +22,9 @@ from peerllm.protocol.errors import (
     VersionMismatch,
 )
 from peerllm.rooms import noise
+from peerllm.rooms import server as rooms_server
+from peerllm.rooms.rendezvous import Rendezvous
+from peerllm.rooms.server import ServerSocket
 from peerllm.rooms.wire import Versions
 from tests.rooms.house import SECONDS, House, connect, signaling, until, wire
 
@@ -219,6 +222,38 @@ async def test_the_ghost_does_not_come_back_to_fight(house: House, server: Signa
     await connect(begins, back)
     await until(lambda: not ghost._rendezvous.is_running)
     assert len(server.switchboard.meetings) == 2
+
+
+async def test_leaving_while_a_broken_connection_is_put_away_leaves_no_socket(
+    house: House, server: SignalingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cancelled while it waits for the tasks of a connection that has just ended."""
+    is_ending = asyncio.Event()
+
+    async def slow_to_end(self: Rendezvous, socket: ServerSocket) -> None:
+        try:
+            await asyncio.sleep(SECONDS)
+        finally:
+            is_ending.set()
+            await asyncio.sleep(0.05)
+
+    made: list[ServerSocket] = []
+
+    async def remember(*args: Any, **options: Any) -> ServerSocket:
+        made.append(await connect_to_server(*args, **options))
+        return made[-1]
+
+    connect_to_server = rooms_server.connect
+    monkeypatch.setattr(Rendezvous, "_probe", slow_to_end)
+    monkeypatch.setattr(rooms_server, "connect", remember)
+    one, _ = await house.pair()
+    await server.stop()
+    async with asyncio.timeout(SECONDS):
+        await is_ending.wait()
+    await house.close()
+    assert made
+    assert all(socket._session.closed for socket in made)
+    assert not one._rendezvous.is_running
 
 
 async def test_a_half_open_socket_is_found_when_the_link_is_suspect_and_replaced(
