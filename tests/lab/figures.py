@@ -5,14 +5,17 @@ Benchmarks, not tests: a busy machine moves them. Blocks are multiples of the la
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from peerllm.link.bench import quantile
-from tests.lab.net import Lab
+from tests.lab.net import NATS, Lab
 from tests.lab.peers import Peers
+from tests.lab.servers import STUN, relay, start_signaling
 
 RTT_MS = 80.0
 CELLS: dict[str, dict[str, float]] = {
@@ -76,6 +79,26 @@ def bulk(samples: int) -> None:
                 f"retransmitted {stats['retransmitted'] / max(1, stats['packets_sent']):.1%}{exchange}"
             )
             peers.close()
+
+
+def paths(samples: int) -> None:
+    """Which path each pair of NATs gets, and how soon it is UP: the median of three."""
+    for left in NATS:
+        for right in NATS:
+            took, found = [], set()
+            for _ in range(3):
+                with (
+                    tempfile.TemporaryDirectory() as folder,
+                    Lab(rtt_ms=RTT_MS, nat=(left, right)) as lab,
+                    relay(lab, Path(folder)) as turn,
+                ):
+                    start_signaling(lab)
+                    peers = Peers(lab, left={"stun": STUN, "turn": turn})
+                    started = peers.start()
+                    took.append(max(each["seconds"] for each in started))
+                    found |= {each["path"] for each in started}
+                    peers.close()
+            print(f"{left:>15} – {right:15} {' '.join(found):8} UP after {quantile(took, 0.5):.2f} s")
 
 
 def share(samples: int) -> None:
@@ -166,6 +189,7 @@ ALL: dict[str, Callable[[int], None]] = {
     "stock": stock,
     "steady": steady,
     "bulk": bulk,
+    "paths": paths,
     "share": share,
     "recovery": recovery,
     "cpu": cpu,

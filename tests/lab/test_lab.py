@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 
 import pytest
 
-from tests.lab.net import Lab, missing
+from tests.lab.net import ROOT, Lab, missing
 
 pytestmark = pytest.mark.root
 
@@ -17,6 +18,19 @@ def test_the_lab_has_the_round_trip_that_was_asked_for_and_leaves_nothing_behind
         names = [host.namespace for host in lab.hosts.values()]
     listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
     assert not any(name in listed for name in names)
+
+
+def test_two_labs_at_once_are_two_networks() -> None:
+    with Lab(rtt_ms=4) as one:
+        with Lab(rtt_ms=4) as other:
+            other.cut("a")
+            assert one.ping_ms(2) > 0
+        # The other's end took nothing of this one's along, and neither would that of another process.
+        done = subprocess.run(
+            [sys.executable, "-c", "from tests.lab.net import Lab\nwith Lab(rtt_ms=4): pass"], cwd=ROOT, check=False
+        )
+        assert done.returncode == 0
+        assert one.ping_ms(2) > 0
 
 
 def test_a_cut_port_carries_nothing_until_it_is_restored() -> None:

@@ -12,15 +12,19 @@ from tests.lab.servers import STUN, relay, start_signaling
 
 pytestmark = pytest.mark.root
 
+BEHIND_A_NAT = ("port-preserving", "symmetric", "udp-blocked")
 MATRIX = [
-    ("port-preserving", "port-preserving", "direct"),
-    ("none", "symmetric", "direct"),
-    ("port-preserving", "symmetric", "relayed"),
-    ("symmetric", "symmetric", "relayed"),
-    ("udp-blocked", "port-preserving", "relayed"),
-    pytest.param("symmetric", "udp-blocked", "relayed", marks=pytest.mark.full),
-    ("udp-blocked", "udp-blocked", "relayed"),
+    *((left, right) for left in BEHIND_A_NAT for right in BEHIND_A_NAT),
+    ("none", "symmetric"),
+    ("symmetric", "none"),
 ]
+"""Both orders: the left side controls ICE, and with one of them the other's check comes first."""
+
+
+def expected_path(left: str, right: str) -> str:
+    """A symmetric NAT meets whoever lets it in: a host without a NAT. Two that keep their ports let each other in."""
+    pair = {left, right}
+    return "direct" if "none" in pair or pair == {"port-preserving"} else "relayed"
 
 
 def exchange(peers: Peers) -> None:
@@ -30,16 +34,18 @@ def exchange(peers: Peers) -> None:
     assert [block["bytes"] for block in found["blocks"]] == [64_000, 64_000]
 
 
-@pytest.mark.parametrize(("left", "right", "path"), MATRIX)
+@pytest.mark.parametrize(("left", "right"), MATRIX)
 def test_a_pair_behind_nats_connects_direct_where_it_can_and_relayed_where_it_must(
-    left: str, right: str, path: str, tmp_path: Path
+    left: str, right: str, tmp_path: Path
 ) -> None:
     with Lab(rtt_ms=40, nat=(left, right)) as lab, relay(lab, tmp_path) as turn:
         start_signaling(lab)
         peers = Peers(lab, left={"stun": STUN, "turn": turn})
         started = peers.start()
-        assert {each["path"] for each in started} == {path}
-        assert max(each["seconds"] for each in started) < 8
+        took = max(each["seconds"] for each in started)
+        print(f"{left} – {right}: {started[0]['path']}, UP after {took:.2f} s")
+        assert {each["path"] for each in started} == {expected_path(left, right)}
+        assert took < 8
         exchange(peers)
         assert max(peers.close()) < 2
 
