@@ -24,6 +24,7 @@ PUBLIC = "203.0.113.1"
 PUBLIC_OTHER = "203.0.113.2"
 """A second address of the public host, for whoever asks which kind a NAT is."""
 TOOLS = ("ip", "nft", "ethtool")
+PING_SECONDS = 0.05
 NATS = ("none", "port-preserving", "symmetric", "udp-blocked")
 
 _counter = itertools.count()
@@ -272,11 +273,16 @@ class Lab:
         return f"203.0.113.{11 if name == 'a' else 12}"
 
     def ping_ms(self, count: int = 5) -> float:
-        """The lab's own round trip from a to b, or to the public host and back where a NAT hides b, doubled."""
+        """The lab's own round trip: the least of `count`."""
+        return min(self.pings_ms(count))
+
+    def pings_ms(self, count: int) -> list[float]:
+        """The round trip of each of `count` pings from a to b, one every PING_SECONDS; those that are lost are left
+        out. Where a NAT hides b it is that to the public host, doubled."""
         target, factor = (self.hosts["b"].address, 1.0) if self._nat[1] == "none" else (PUBLIC, 2.0)
-        command = self.argv("a", "ping", "-q", "-i", "0.05", "-c", str(count), target)
+        command = self.argv("a", "ping", "-i", str(PING_SECONDS), "-c", str(count), target)
         words = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        return float(words.rsplit("=", 1)[1].split("/")[0]) * factor
+        return [factor * float(found) for found in re.findall(r" time=([0-9.]+) ms", words)]
 
 
 def _remove_orphans() -> None:
