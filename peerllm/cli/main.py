@@ -10,6 +10,7 @@ from typing import Protocol
 
 from peerllm import __version__
 from peerllm.cli.client import add_socket_argument
+from peerllm.cli.parsing import CommandParser
 from peerllm.cli.terminal import printable
 from peerllm.protocol.errors import PeerllmError
 
@@ -62,7 +63,7 @@ def _run(words: list[str]) -> int:
     name = next((word for word in words if word in COMMANDS), None)
     parser = argparse.ArgumentParser(prog="peerllm", description="One language model, run together by several people.")
     parser.add_argument("--version", action="version", version=f"peerllm {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=CommandParser)
     module: Command | None = None
     for each, words_of_help in COMMANDS.items():
         command = commands.add_parser(each, help=words_of_help, description=words_of_help.capitalize() + ".")
