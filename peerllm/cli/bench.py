@@ -1,4 +1,4 @@
-"""`peerllm bench link [CODE]`: opens a room and waits, or joins one and measures; both end when it is done."""
+"""`peerllm bench`: `link [CODE]` opens a room and waits, or joins one and measures; `e2e` is in `bench_e2e`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,20 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from peerllm.cli import bench_e2e
 from peerllm.cli.daemon_options import Terminal
 from peerllm.protocol.errors import BadRequest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("link",), help="link: how long a block takes, by its size")
+    kinds = parser.add_subparsers(dest="what", metavar="what", required=True)
+    words = "tokens a second of two daemons on this machine, with planted models and a chosen acceptance"
+    bench_e2e.add_arguments(kinds.add_parser("e2e", help=words, description=words.capitalize() + "."))
+    words = "how long a block takes between two machines, by its size"
+    _add_link_arguments(kinds.add_parser("link", help=words, description=words.capitalize() + "."))
+
+
+def _add_link_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("code", nargs="?", metavar="CODE", help="join this room and measure; without it, open one")
     parser.add_argument("--signaling", metavar="URL", default=os.environ.get("PEERLLM_SIGNALING"))
     parser.add_argument("--insecure", action="store_true", help="allow ws:// to a server beyond this machine")
@@ -27,6 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    return bench_e2e.run(args) if args.what == "e2e" else _bench_link(args)
+
+
+def _bench_link(args: argparse.Namespace) -> int:
     import uvloop
 
     from peerllm.daemon.bench import bench_link

@@ -23,7 +23,7 @@ COMMANDS = {
     "chat": "hold a conversation",
     "status": "show peers, layer ranges, link and where a round's time goes",
     "models": "list the models on this machine",
-    "bench": "measure: the link between two machines",
+    "bench": "measure: the link between two machines, or two whole daemons on this one",
     "completion": "print the shell's completion of commands and room codes",
     "demo": "two peers on this machine: ask, compare, measure",
 }

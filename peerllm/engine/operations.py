@@ -11,6 +11,7 @@ import torch
 
 from peerllm import models
 from peerllm.engine.machine import machine
+from peerllm.engine.planting import as_whole
 from peerllm.engine.results import Prefilled
 from peerllm.engine.tokens import Tokens
 from peerllm.protocol import limits
@@ -77,7 +78,7 @@ class Operations:
             allow_download=bool(header.get("allow_download", False)),
             progress=self._progress,
         )
-        return found.to_map(), b""
+        return as_whole(found).to_map(), b""
 
     def _find(self, header: dict[str, Any], payload: bytes) -> Answer:
         found = models.find(

@@ -19,27 +19,41 @@ from typing import Any
 import torch
 
 from peerllm.engine.codec import DTYPES
-from peerllm.engine.shapes import NAMES, named_config
-from peerllm.models.allowlist import check_config
+from peerllm.models.allowlist import ModelShape, check_config
 from peerllm.models.layout import EMBEDDING, HEAD, NORM, layer_tensors
 
-_STD = 0.02
+STD = 0.02
 _WHISPER = 1e-3
 """What the two products that write to the residual stream are scaled by."""
 _LINE_FEED, _SPACE = "\u010a", "\u0120"
 """As byte-level tokenizers write them."""
-_RESERVED = 8
+RESERVED = 8
 """The first tokens are special; the planted function never leads to them."""
+ALPHABET = 256
+"""The last tokens of the tokenizer are single bytes."""
 
 
 def next_token(token: int, vocabulary: int) -> int:
     """What the target says after `token`."""
-    return token + 1 if token + 1 < vocabulary else _RESERVED
+    return token + 1 if token + 1 < vocabulary else RESERVED
 
 
 def wrong_token(token: int, vocabulary: int) -> int:
     """What a draft says where it disagrees."""
     return next_token(next_token(token, vocabulary), vocabulary)
+
+
+def follows(vocabulary: int, disagreements: Collection[int]) -> list[int]:
+    """What a model says after each token, wrong after `disagreements`."""
+    return [
+        wrong_token(token, vocabulary) if token in disagreements else next_token(token, vocabulary)
+        for token in range(vocabulary)
+    ]
+
+
+def std_of(name: str) -> float:
+    """The deviation of a layer's tensor of that name. Those that write to the residual stream whisper."""
+    return STD * _WHISPER if name.endswith(("o_proj.weight", "down_proj.weight")) else STD
 
 
 def random_disagreements(vocabulary: int, agreement: float, seed: int = 0) -> set[int]:
@@ -78,13 +92,7 @@ def write_planted(
     from safetensors.torch import save_file
 
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    config.tie_word_embeddings = False
-    plain = {name: value for name, value in config.to_dict().items() if value is not None}
-    plain |= {"architectures": [type(config).__name__.replace("Config", "ForCausalLM")], "eos_token_id": 0}
-    plain |= {"dtype": dtype, "bos_token_id": 1}
-    (folder / "config.json").write_text(json.dumps(plain, indent=1))
-    shape = check_config(plain, str(folder))
+    shape = write_config(folder, config, dtype)
     generator = torch.Generator().manual_seed(seed)
     files: dict[str, str] = {}
 
@@ -95,40 +103,52 @@ def write_planted(
     for layer in range(shape.layers):
         tensors = {}
         for name, size in layer_tensors(shape, layer).items():
-            values = torch.empty(size).normal_(std=_STD, generator=generator)
+            values = torch.empty(size).normal_(std=std_of(name), generator=generator)
             if name.endswith("norm.weight"):
                 values += 1.0
-            elif name.endswith(("o_proj.weight", "down_proj.weight")):
-                values *= _WHISPER
             tensors[name] = values
         save(f"layer-{layer}.safetensors", tensors)
     vocabulary = shape.vocabulary
     embedding = torch.empty(vocabulary, shape.hidden_size).normal_(generator=generator)
-    follows = [
-        wrong_token(token, vocabulary) if token in disagreements else next_token(token, vocabulary)
-        for token in range(vocabulary)
-    ]
-    head = torch.empty_like(embedding).normal_(std=_STD, generator=generator)
-    head.index_add_(0, torch.tensor(follows), embedding * _STD)
+    head = torch.empty_like(embedding).normal_(std=STD, generator=generator)
+    head.index_add_(0, torch.tensor(follows(vocabulary, disagreements)), embedding * STD)
     edges = {EMBEDDING: embedding, NORM: torch.ones(shape.hidden_size), HEAD: head}
     save("edges.safetensors", edges)
     index = {"metadata": {}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    _write_tokenizer(folder, vocabulary)
+    write_tokenizer(folder, vocabulary)
     return folder
 
 
-def _write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """Byte-level, as the real families' are. The alphabet stands last and in it the line feed, so that a prompt that
-    ends with one leads to the first word."""
+def write_config(folder: Path, config: Any, dtype: str) -> ModelShape:
+    """Writes config.json, and gives its shape."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config.tie_word_embeddings = False
+    plain = {name: value for name, value in config.to_dict().items() if value is not None}
+    plain |= {"architectures": [type(config).__name__.replace("Config", "ForCausalLM")], "eos_token_id": 0}
+    plain |= {"dtype": dtype, "bos_token_id": 1}
+    (folder / "config.json").write_text(json.dumps(plain, indent=1))
+    return check_config(plain, str(folder))
+
+
+def alphabet() -> list[str]:
+    """The single bytes, as byte-level tokenizers write them, in the order of their tokens: the last `ALPHABET` ones."""
+    from tokenizers import pre_tokenizers
+
+    return [*sorted({*pre_tokenizers.ByteLevel.alphabet()} - {_LINE_FEED}), _LINE_FEED]
+
+
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """Byte-level, as the real families' are, without merges: a prompt has a token for each byte. The alphabet stands
+    last and in it the line feed, so that a prompt that ends with one leads to the first word."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     special = ["<|end|>", "<|begin|>", "<|user|>", "<|assistant|>", "<|system|>"]
-    alphabet = [*sorted({*pre_tokenizers.ByteLevel.alphabet()} - {_LINE_FEED}), _LINE_FEED]
+    letters = alphabet()
     words = {word: index for index, word in enumerate(special)}
-    words |= {f"{_SPACE}t{index}": index for index in range(len(special), vocabulary - len(alphabet))}
-    words |= {letter: vocabulary - len(alphabet) + index for index, letter in enumerate(alphabet)}
+    words |= {f"{_SPACE}t{index}": index for index in range(len(special), vocabulary - len(letters))}
+    words |= {letter: vocabulary - len(letters) + index for index, letter in enumerate(letters)}
     inner = Tokenizer(models.BPE(words, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -138,6 +158,8 @@ def _write_tokenizer(folder: Path, vocabulary: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    from peerllm.engine.shapes import NAMES, named_config
+
     parser = argparse.ArgumentParser(prog="python -m peerllm.engine.planted", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", required=True, choices=NAMES)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from peerllm.engine.int8 import quantise_layer
+from peerllm.engine.planting import is_planted, plant, read_recipe
 from peerllm.engine.slice import ModelSlice
 from peerllm.models.checkpoint import Checkpoint, load_parameters
 from peerllm.protocol.errors import BadRequest
@@ -41,10 +42,11 @@ def load_weights(
     """
     if weights not in WEIGHTS:
         raise BadRequest(f"weights {weights[:32]!r} are not one of {', '.join(WEIGHTS)}", param="weights")
-    checkpoint = Checkpoint.open(folder)
     names = part.weight_map()
-    if weights != INT8:
-        load_parameters(part, checkpoint, names, dtype, device, partial(progress, stage))
+    is_whole = weights != INT8 and not is_planted(folder)
+    read = _reader(part, folder, dtype, device)
+    if is_whole:
+        read(names, partial(progress, stage))
         return
     # Layer by layer, so that the whole slice is never there in `dtype`.
     groups: dict[str, dict[str, str]] = {}
@@ -52,7 +54,18 @@ def load_weights(
         group = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
         groups.setdefault(group, {})[name] = tensor
     for done, (group, members) in enumerate(groups.items()):
-        load_parameters(part, checkpoint, members, dtype, device)
-        if group:
+        read(members, None)
+        if group and weights == INT8:
             quantise_layer(part.get_submodule(group))
         progress(stage, (done + 1) / len(groups))
+
+
+def _reader(
+    part: ModelSlice, folder: Path | str, dtype: torch.dtype, device: torch.device | str
+) -> Callable[[dict[str, str], Callable[[float], None] | None], object]:
+    """What fills the parameters of a map such as `weight_map` gives, and reports the fraction that is done."""
+    if is_planted(folder):
+        recipe = read_recipe(folder)
+        return lambda members, _: plant(part, members, recipe, dtype, device)
+    checkpoint = Checkpoint.open(folder)
+    return lambda members, report: load_parameters(part, checkpoint, members, dtype, device, report)

@@ -1,0 +1,258 @@
+"""`peerllm bench e2e`: two daemons on this machine over the real link. Planted models: real work, known acceptance.
+
+The two halves of a model of `--shape` and a draft of `--draft-shape`, whose weights are made on the device. Whatever
+the acceptance, the answer is known beforehand, and is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from peerllm.cli.client import Client
+from peerllm.cli.demo_processes import Child, DemoFailed, Stage, stage
+from peerllm.cli.terminal import printable
+from peerllm.protocol.errors import BadRequest, PeerllmError
+
+_START_SECONDS = 120.0
+_READY_SECONDS = 300.0
+"""Of both daemons: kernels are compiled and graphs captured for the first time."""
+_PROMPT = "What follows is known beforehand, and all of the work is done all the same. Begin at "
+_READY = r"Ready: (\S+), layers (\S+) of (\d+) here"
+PARTS = ("draft", "own_layers", "encode", "network", "their_layers", "verdict", "total")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", default="qwen2.5-7b", metavar="S", help="of the target (default qwen2.5-7b)")
+    parser.add_argument(
+        "--draft-shape", default="qwen2.5-0.5b", metavar="S", help="of the draft (default qwen2.5-0.5b)"
+    )
+    parser.add_argument(
+        "--agree",
+        type=_rates,
+        default=(0.90, 0.80, 0.68),
+        metavar="A,B,…",
+        help="shares of tokens at which draft and target agree (default 0.90,0.80,0.68)",
+    )
+    parser.add_argument("--rtt", type=float, default=86.0, metavar="MS", help="added round trip (default 86)")
+    parser.add_argument("--draft-length", type=int, default=8, metavar="K", help="candidates a block (default 8)")
+    parser.add_argument(
+        "--tokens", type=_counts, default=(64, 512), metavar="N,M", help="lengths of the answers (default 64,512)"
+    )
+    parser.add_argument("--codec", default="int8", choices=("exact", "int8"), help="on the link (default int8)")
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="without it, the daemons choose")
+    parser.add_argument("--context", type=int, default=2048, metavar="N")
+    parser.add_argument("--device", metavar="DEVICE", help="of both daemons: cpu, cuda:0, …; default: the first GPU")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each engine")
+    parser.add_argument(
+        "--json", action="store_true", help="print the figures as JSON; progress goes to standard error"
+    )
+
+
+def _rates(words: str) -> tuple[float, ...]:
+    values = tuple(float(each) for each in words.split(","))
+    if not all(0.0 <= each <= 1.0 for each in values) or len(values) > 8:
+        raise argparse.ArgumentTypeError("up to eight shares from 0 to 1")
+    return values
+
+
+def _counts(words: str) -> tuple[int, ...]:
+    values = tuple(int(each) for each in words.split(","))
+    if not all(2 <= each <= 16384 for each in values):
+        raise argparse.ArgumentTypeError("lengths from 2 to 16384 tokens")
+    return values
+
+
+def run(args: argparse.Namespace) -> int:
+    if len(_PROMPT) + max(args.tokens) >= args.context:
+        raise BadRequest(f"--context {args.context} does not hold an answer of {max(args.tokens)} tokens")
+    stream = sys.stderr if args.json else sys.stdout
+
+    def say(line: str) -> None:
+        # At once: who stops the bench half way has what was measured until then.
+        print(line, file=stream, flush=True)
+
+    try:
+        with stage() as here:
+            try:
+                figures = _bench(here, args, say)
+            except PeerllmError as error:
+                raise DemoFailed(f"{error.message}\nThe logs end with:\n{here.log_tails()}") from error
+    except KeyboardInterrupt:
+        print("peerllm: stopped", file=sys.stderr)
+        return 130
+    if args.json:
+        print(json.dumps(figures, indent=1))
+    return 0 if all(answer["is_right"] for answer in figures["answers"]) else 1
+
+
+def _bench(here: Stage, args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+    began = time.monotonic()
+    planted = _plant(here, args)
+    seconds = {"planting": round(time.monotonic() - began, 1)}
+    say(f"Planted {args.shape} and a draft of {args.draft_shape} in {seconds['planting']} s.")
+    began = time.monotonic()
+    children = _open_room(here, args, planted)
+    for child in children:
+        ready = child.wait_for(_READY, _READY_SECONDS)
+        seconds[f"{child.name} ready"] = round(time.monotonic() - began, 1)
+        say(f"The {child.name} daemon holds layers {ready[2]} of {ready[3]}; {seconds[f'{child.name} ready']} s.")
+    loading = {child.name: _loading_seconds(here.folder / f"{child.name}.log") for child in children}
+    for name, stages in loading.items():
+        say(f"  {name}: " + ", ".join(f"{stage} {value:.1f} s" for stage, value in stages.items()))
+    client = Client(here.folder / "first.sock")
+    _ask(client, planted["starts"][0][0], 16, args.draft_length)  # warms threads, connections and the link's window up
+    say(_HEADER)
+    answers = []
+    for count in sorted(args.tokens):
+        for agreement, starts in zip(args.agree, planted["starts"], strict=True):
+            answer = _ask(client, starts[0], count, args.draft_length)
+            answers.append({"agreement": agreement, "draft_length": args.draft_length, **answer})
+            say(_row(answers[-1]))
+    plain = _ask(client, planted["starts"][0][1], min(32, *args.tokens), 0)
+    answers.append({"agreement": None, "draft_length": 0, **plain})
+    say(_row(answers[-1]))
+    means = {}
+    for count in sorted(args.tokens):
+        speeds = [each["tokens_per_second"] for each in answers[:-1] if each["tokens"] == count]
+        means[str(count)] = _mean(speeds)
+    for count, mean in means.items():
+        say(f"Answers of {count} tokens: {mean:.2f} tokens/s on average of {len(args.agree)}.")
+    options = ("shape", "draft_shape", "agree", "rtt", "draft_length", "codec", "dtype", "context", "device")
+    return {
+        **{name: getattr(args, name) for name in options},
+        "seconds": seconds,
+        "loading_seconds": loading,
+        "answers": answers,
+        "mean_tokens_per_second": means,
+        "link": client.get("/status")["link"],
+    }
+
+
+def _plant(here: Stage, args: argparse.Namespace) -> dict[str, Any]:
+    """Folders of target and draft, and where the answers begin."""
+    agree = ",".join(str(each) for each in args.agree)
+    planting = here.start(
+        "planting",
+        "peerllm.engine.planting",
+        str(here.folder),
+        *("--shape", args.shape, "--draft-shape", args.draft_shape, "--agree", agree),
+        *("--dtype", args.dtype or "float16"),
+    )
+    found: dict[str, Any] = json.loads(planting.wait_for(r"^(\{.*\})$", _START_SECONDS)[1])
+    planting.wait_end(_START_SECONDS)
+    return found
+
+
+def _open_room(here: Stage, args: argparse.Namespace, planted: dict[str, Any]) -> tuple[Child, Child]:
+    signaling = here.start("signaling", "peerllm_signaling", "--host", "127.0.0.1", "--port", "0")
+    port = signaling.wait_for(r"127\.0\.0\.1:(\d+)", _START_SECONDS)[1]
+    common = [
+        *("--signaling", f"ws://127.0.0.1:{port}", "--loopback", "--rtt", str(args.rtt), "--log-level", "info"),
+        *("--context", str(args.context), "--draft", f"model:{planted['draft']}"),
+        *("--draft-length", str(args.draft_length)),
+    ]
+    for name in ("dtype", "device", "threads"):
+        if getattr(args, name) is not None:
+            common += [f"--{name}", str(getattr(args, name))]
+    # Both on one device: free memory says nothing of how they should share.
+    half = planted["layers"] // 2
+
+    def daemon(name: str, layers: str, *command: str) -> Child:
+        return here.start(
+            name,
+            "peerllm",
+            *command,
+            *common,
+            *("--model", planted["target"], "--layers", layers),
+            *("--state-dir", str(here.folder / name), "--socket", str(here.folder / f"{name}.sock")),
+        )
+
+    first = daemon("first", f"0:{half}", "up", "--codec", args.codec)
+    code = first.wait_for(r"Room code: (\S+)", _READY_SECONDS)[1]
+    return first, daemon("second", f"{half}:{planted['layers']}", "join", code)
+
+
+def _loading_seconds(log: Path) -> dict[str, float]:
+    """What the engine says of its stages, from the daemon's log."""
+    for line in log.read_text(errors="replace").splitlines():
+        if "layers_loaded" in line and (found := re.search(r'"seconds": (\{[^}]*\})', line)):
+            stages: dict[str, float] = json.loads(found[1])
+            return {name: round(value, 2) for name, value in stages.items()}
+    return {}
+
+
+def _ask(client: Client, start: Sequence[Any], count: int, draft_length: int) -> dict[str, Any]:
+    """One answer of `count` tokens that begins at `start` (letter, token)."""
+    letter, first = start
+    body = {
+        "prompt": _PROMPT + letter,
+        "max_tokens": count,
+        "temperature": 0,
+        "draft_length": draft_length,
+        "stream_options": {"include_usage": True},
+    }
+    ledger: dict[str, Any] = {}
+    text, first_ms = "", 0.0
+    began = time.monotonic()
+    for event in client.stream("/v1/completions", body):
+        for choice in event.get("choices", ()):
+            if choice["text"] and not text:
+                first_ms = (time.monotonic() - began) * 1000
+            text += choice["text"]
+        ledger = event.get("ledger") or ledger
+    if not ledger:
+        raise DemoFailed("the daemon's answer came without its figures")
+    is_right = text == "".join(f" t{token}" for token in range(first, first + count))
+    if not is_right:
+        print(f"peerllm: the answer is not the planted one: {printable(text[:200])}", file=sys.stderr)
+    medians = ledger["medians_ms"]
+    own = (medians["draft"] or 0.0) + (medians["own_layers"] or 0.0)
+    return {
+        "tokens": count,
+        "is_right": is_right,
+        "tokens_per_second": ledger["tokens_per_second"],
+        "tokens_per_round": ledger["tokens_per_round"],
+        "acceptance_rate": ledger["acceptance_rate"],
+        "rounds": ledger["rounds"],
+        "first_token_ms": round(first_ms, 1),
+        "medians_ms": medians,
+        "draft_and_own_share": round(own / medians["total"], 4) if medians["total"] else None,
+    }
+
+
+_HEADER = (
+    f"{'agree':>6}{'K':>4}{'tokens':>8}{'tok/s':>8}{'tok/round':>11}{'accepted':>10}{'first ms':>10}"
+    + "".join(f"{part.replace('_', ' '):>14}" for part in PARTS)
+    + f"{'draft + own':>13}"
+)
+
+
+def _row(answer: dict[str, Any]) -> str:
+    def cell(value: Any, form: str, width: int) -> str:
+        return f"{'–' if value is None else format(value, form):>{width}}"
+
+    parts = "".join(cell(answer["medians_ms"][part], ".2f", 14) for part in PARTS)
+    return (
+        cell(answer["agreement"], ".2f", 6)
+        + f"{answer['draft_length']:>4}{answer['tokens']:>8}"
+        + cell(answer["tokens_per_second"], ".2f", 8)
+        + cell(answer["tokens_per_round"], ".2f", 11)
+        + cell(answer["acceptance_rate"], ".0%", 10)
+        + cell(answer["first_token_ms"], ".0f", 10)
+        + parts
+        + cell(answer["draft_and_own_share"], ".1%", 13)
+        + ("" if answer["is_right"] else "  WRONG TEXT")
+    )
+
+
+def _mean(values: list[float | None]) -> float:
+    """Of answers too short for a speed there is none."""
+    known = [each for each in values if each is not None]
+    return sum(known) / len(known) if known else 0.0
