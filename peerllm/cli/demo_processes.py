@@ -115,8 +115,12 @@ class Stage:
     def start(self, name: str, *command: str, env: Mapping[str, str] | None = None) -> Child:
         """`python -m command`, with `env` besides this process's own environment."""
         child = Child(name, [sys.executable, "-m", *command], self.folder, env or {})
-        self._children.append(child)
+        self.adopt(child)
         return child
+
+    def adopt(self, child: Child) -> None:
+        """Ends it with the rest."""
+        self._children.append(child)
 
     def log_tails(self) -> str:
         return "\n".join(child.log_tail() for child in self._children)

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
@@ -22,13 +22,15 @@ from peerllm.decoding.replay import ReplayLog
 from peerllm.decoding.stops import StopScanner
 from peerllm.link import LinkState, Urgency
 from peerllm.protocol import limits
-from peerllm.protocol.errors import PeerAway, PeerllmError, ProtocolError
+from peerllm.protocol.errors import PeerAway, PeerllmError, ProtocolError, WorkerDied, WorkerHung
 from peerllm.protocol.fields import to_map
 from peerllm.protocol.messages import CandidateBlock, PrefillChunk, SessionClose, SessionOpen, SessionState, Verdict
 from peerllm.protocol.requests import FinishReason, GenerateRequest, Usage
 from peerllm.telemetry.ledger import RoundLedger
 
 log = structlog.get_logger(__name__)
+
+_T = TypeVar("_T")
 
 RESYNC = "resync"
 """In an inbox: the link is up anew, and what was on its way may be lost."""
@@ -50,12 +52,6 @@ class Workplace:
     """False while the other side loads its layers: that stops the clock."""
     rounds: StepDeadline = field(default_factory=StepDeadline)
     prefills: StepDeadline = field(default_factory=lambda: StepDeadline(limits.PREFILL_DEADLINE_SECONDS))
-
-    def loaded(self, key: str) -> Any:
-        """What the engine said of the loaded model. Raises PeerAway while the worker is being restarted."""
-        if self.engine.loaded is None:
-            raise PeerAway("the engine worker is being restarted; ask again in a moment")
-        return self.engine.loaded[key]
 
 
 class Inbox:
@@ -79,9 +75,12 @@ class Inbox:
 
 
 class Answer:
-    """One answer in the making."""
+    """One answer in the making. It outlives connections, the other side's process, and this side's worker: the caches
+    of a new worker are filled again from the committed tokens."""
 
-    def __init__(self, work: Workplace, request: GenerateRequest, drafting: DraftingSession, *, began: float) -> None:
+    def __init__(
+        self, work: Workplace, request: GenerateRequest, drafting: DraftingSession, *, vocabulary: int, began: float
+    ) -> None:
         self._work = work
         self._engine = work.engine
         self._channel = work.channel
@@ -91,7 +90,12 @@ class Answer:
         boundary = work.boundary
         self._prefill_rows = boundary.prefill_rows
         self._replay = ReplayLog(boundary.codec, boundary.dtype, boundary.width)
+        self._vocabulary = vocabulary
+        self._texted: list[int] = []
+        """Tokens that the worker has turned into text: its successor needs them for the characters they share."""
         self._text_tokens = 0
+        self._worker_life = work.engine.restarts
+        self._worker_deaths = 0
         self.session = secrets.randbits(63)
         self.ledger = RoundLedger(started=began)
         self._open_message = SessionOpen(session=self.session, sampling=request.sampling)
@@ -112,6 +116,10 @@ class Answer:
     async def open(self) -> None:
         """Both caches take in the prompt but its last token. A chunk is on the wire while the next is computed."""
         await self._channel.send(self._open_message)
+        await self._outlive(self._fill_caches)
+
+    async def _fill_caches(self) -> None:
+        """This side's caches, with all that is committed but the last token. Rows that were not sent yet are."""
         await self._engine.call("open", session=self.session, sampling=self._sampling)
         for start, tokens in self._drafting.prefill_chunks(self._prefill_rows):
             began = time.monotonic()
@@ -123,16 +131,43 @@ class Answer:
                 tokens=list(tokens),
             )
             self._work.prefills.took(time.monotonic() - began)
+            if start < self._replay.length:
+                continue
             self._replay.add(start, len(tokens), reply.payload)
             await self._channel.send(
                 PrefillChunk(session=self.session, start=start, rows=len(tokens), hidden=reply.payload)
             )
 
+    async def _outlive(self, step: Callable[[], Awaitable[_T]]) -> _T:
+        """`step`, which asks the worker: again, with filled caches, whenever the worker was replaced meanwhile.
+
+        Raises:
+            WorkerDied, WorkerHung: it died too often, or its successors do not come up.
+        """
+        while True:
+            try:
+                if self._worker_life != self._engine.restarts:
+                    await self._engine.until_loaded()
+                    self._worker_life = self._engine.restarts
+                    await self._restore()
+                return await step()
+            except (WorkerDied, WorkerHung) as error:
+                self._worker_deaths += 1
+                if self._worker_deaths > limits.MAX_WORKER_DEATHS:
+                    raise
+                log.warning("answer_outlives_worker", reason=error.message, deaths=self._worker_deaths)
+                await self._engine.until_loaded()
+
+    async def _restore(self) -> None:
+        self._drafting.drafter_lost()
+        await self._fill_caches()
+        if self._texted:
+            await self._engine.call("text", session=self.session, tokens=self._texted, final=False)
+
     async def play_round(self, inbox: Inbox) -> str:
         """One block and its verdict; the text that may be shown."""
         began = time.monotonic()
-        order = self._drafting.next_block()
-        reply = await self._draft(order)
+        order, reply = await self._outlive(self._draft)
         candidates = tuple(reply.values["candidates"])
         block = CandidateBlock(
             session=self.session, round=order.round, start=order.start, candidates=candidates, hidden=reply.payload
@@ -142,7 +177,7 @@ class Answer:
         await self._channel.send(block, Urgency.BULK if order.round == 0 else None)
         verdict = await self._verdict(block, inbox)
         now = time.monotonic()
-        if verdict.next_token >= int(self._work.loaded("vocabulary")):
+        if verdict.next_token >= self._vocabulary:
             raise ProtocolError(f"the other peer's verdict names token {verdict.next_token}, which the model lacks")
         committed = self._drafting.judge(order.round, candidates, verdict.accepted, verdict.next_token)
         if committed is None:
@@ -165,7 +200,8 @@ class Answer:
         )
         return await self._show(committed.tokens[: -1 if committed.has_eos else None], committed.has_eos)
 
-    async def _draft(self, order: BlockOrder) -> Reply:
+    async def _draft(self) -> tuple[BlockOrder, Reply]:
+        order = self._drafting.next_block()
         first: dict[str, Any] = {"from": order.first}  # a keyword of Python's
         reply = await self._engine.call(
             "draft_block",
@@ -177,23 +213,27 @@ class Answer:
             **first,
         )
         self._drafting.block_drafted()
-        return reply
+        return order, reply
 
     async def _verdict(self, block: CandidateBlock, inbox: Inbox) -> Verdict:
         """The verdict on this block. After a reconnect the block goes out again; rows that the other side lacks are
         replayed first.
 
         Raises:
+            PeerAway: it does not answer in time, or loads for ever.
             ProtocolError: the other side asks for rows again and again.
         """
         replays = 0
+        until = time.monotonic() + limits.PEER_LOADING_SECONDS
         while True:
             try:
                 async with asyncio.timeout(self._work.rounds.seconds):
                     item = await inbox.get()
             except TimeoutError:
-                if self._channel.link.state is not LinkState.UP or not self._work.is_peer_ready():
-                    continue  # the link's own deadline ends this, or the other side's loading
+                if self._channel.link.state is not LinkState.UP:
+                    continue  # the link's own deadline ends this
+                if not self._work.is_peer_ready() and time.monotonic() < until:
+                    continue
                 raise PeerAway("the other peer did not answer in time; its daemon may be overloaded") from None
             if isinstance(item, Verdict):
                 if item.round == block.round:
@@ -221,7 +261,10 @@ class Answer:
         """The text of final tokens, one by one, so that a stop string ends the count where it ends the text."""
         shown = ""
         if tokens:
-            reply = await self._engine.call("text", session=self.session, tokens=list(tokens), final=False)
+            reply = await self._outlive(
+                lambda: self._engine.call("text", session=self.session, tokens=list(tokens), final=False)
+            )
+            self._texted += tokens
             for piece in reply.values["pieces"]:
                 self._text_tokens += 1
                 shown += self._scanner.push(piece)
@@ -233,7 +276,7 @@ class Answer:
     async def finish_text(self) -> str:
         if self._scanner.is_stopped:
             return ""
-        reply = await self._engine.call("text", session=self.session, tokens=[], final=True)
+        reply = await self._outlive(lambda: self._engine.call("text", session=self.session, tokens=[], final=True))
         return self._scanner.push(reply.values["text"]) + self._scanner.finish()
 
     async def close(self) -> None:

@@ -47,16 +47,17 @@ class Drafter:
             PeerllmError: the prompt does not fit, the other peer is away or refuses, the engine failed.
         """
         began = time.monotonic()
+        loaded = await self._work.engine.until_loaded()
         prompt = await self._tokenize(request)
         drafting = DraftingSession(
             prompt,
             context=self._work.boundary.context,
             max_tokens=request.max_tokens,
-            eos_token_ids=frozenset(self._work.loaded("eos_token_ids")),
+            eos_token_ids=frozenset(loaded["eos_token_ids"]),
             policy=self._policy(request),
             max_candidates=self._work.boundary.max_candidates,
         )
-        answer = Answer(self._work, request, drafting, began=began)
+        answer = Answer(self._work, request, drafting, vocabulary=int(loaded["vocabulary"]), began=began)
         inbox = self._inboxes[answer.session] = Inbox()
         try:
             await answer.open()

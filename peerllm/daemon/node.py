@@ -242,15 +242,24 @@ class Node:
         elif state is LinkState.UP and not self._is_peer_new.is_set():
             self._person.tell(Trouble("The other peer is back."))
             self._serving.link_is_up_again()
+            self._tell_state()  # it may have changed unheard while the link was away
 
     def _engine_lost(self, error: PeerllmError) -> None:
         self._person.tell(Trouble(error.message))
         if self._serving is not None:
-            self._serving.engine_lost(error)
-        self._tell_peer(Loading(stage="restarting the engine", fraction=0.0))
+            self._serving.engine_lost()
+        self._tell_state()
 
     def _engine_restored(self) -> None:
-        if self._serving is not None:
+        self._tell_state()
+
+    def _tell_state(self) -> None:
+        """Whether this side's layers are there."""
+        if self._serving is None:
+            return
+        if self._engine.loaded is None:
+            self._tell_peer(Loading(stage="restarting the engine", fraction=0.0))
+        else:
             self._tell_peer(Ready(context=self._serving.agreed.boundary.context))
 
     def _tell_peer(self, message: Message) -> None:

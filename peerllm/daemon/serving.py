@@ -39,6 +39,7 @@ class Serving:
     ) -> None:
         self.agreed = agreed
         self.queue = RequestQueue()
+        self._channel = channel
         self._spawn = spawn
         self._judging: asyncio.Task[None] | None = None
         self._drafter: Drafter | None = None
@@ -85,18 +86,26 @@ class Serving:
     def link_is_up_again(self) -> None:
         if self._drafter is not None:
             self._drafter.link_is_up_again()
+        if self._requests is not None:
+            self._spawn(self._say(self._requests.ask_again()), "ask-again")
 
-    def engine_lost(self, error: PeerllmError) -> None:
-        """This side's caches are gone: what was being made ends, and the other side is told."""
-        if self._drafter is not None:
-            self._drafter.fail(error)
+    def engine_lost(self) -> None:
+        """This side's caches are gone. What is being made goes on when the worker's successor has loaded: a drafting
+        peer fills its own caches anew, a verifying peer asks for the rows."""
         if self._verifier is not None:
-            self._spawn(self._verifier.fail_sessions(error), "fail-sessions")
+            self._verifier.caches_lost()
 
     def peer_restarted(self, error: PeerllmError) -> None:
-        """The other side's process is new and knows of no request: what was asked of it ends."""
+        """The other side's process is new and knows of no request: what was asked of it ends, and what it asked."""
         if self._requests is not None:
             self._requests.fail(error)
+        if self._answers is not None:
+            self._answers.forget()
+
+    async def _say(self, messages: list[Message]) -> None:
+        with contextlib.suppress(PeerAway):
+            for message in messages:
+                await self._channel.send(message)
 
     async def close(self, error: PeerllmError) -> None:
         """Ends everything in the making with `error`."""

@@ -15,7 +15,7 @@ from peerllm.daemon.deadlines import StepDeadline
 from peerllm.daemon.engine import Engine
 from peerllm.decoding.verifying import Repeat, VerifyingSession
 from peerllm.protocol import limits
-from peerllm.protocol.errors import PeerllmError, ProtocolError
+from peerllm.protocol.errors import PeerllmError, ProtocolError, WorkerDied, WorkerHung
 from peerllm.protocol.fields import to_map
 from peerllm.protocol.messages import (
     CandidateBlock,
@@ -45,7 +45,9 @@ class Verifier:
         self._boundary = boundary
         self._max_sessions = max_sessions
         self._sessions: OrderedDict[int, VerifyingSession] = OrderedDict()
-        self._jobs: asyncio.Queue[tuple[int, _Job]] = asyncio.Queue()
+        self._jobs: asyncio.Queue[tuple[Message, int, _Job]] = asyncio.Queue()
+        self._deaths: OrderedDict[int, int] = OrderedDict()
+        """How often the worker died while it computed something of a session."""
         self._queued_bytes = 0
         self._blocks = StepDeadline()
         self._prefills = StepDeadline(limits.PREFILL_DEADLINE_SECONDS)
@@ -56,32 +58,45 @@ class Verifier:
         """Queues what a message asks for. Waits while too much is queued."""
         arrived = time.monotonic()
         if isinstance(message, SessionOpen):
-            await self._queue(message.session, 0, lambda: self._open(message))
+            await self._queue(message, message.session, 0, lambda: self._open(message))
         elif isinstance(message, PrefillChunk):
-            await self._queue(message.session, len(message.hidden), lambda: self._prefill(message))
+            await self._queue(message, message.session, len(message.hidden), lambda: self._prefill(message))
         elif isinstance(message, CandidateBlock):
-            await self._queue(message.session, len(message.hidden), lambda: self._judge(message, arrived))
+            await self._queue(message, message.session, len(message.hidden), lambda: self._judge(message, arrived))
         elif isinstance(message, SessionClose):
-            await self._queue(message.session, 0, lambda: self._close(message.session))
+            await self._queue(message, message.session, 0, lambda: self._close(message.session))
 
     async def run(self) -> None:
-        """Does what is queued; an error ends its session and nothing else."""
+        """Does what is queued; an error ends its session and nothing else. A worker that dies ends none: the session's
+        rows are asked for once its successor has loaded."""
         while True:
-            session, job = await self._jobs.get()
+            message, session, job = await self._jobs.get()
             try:
-                await job()
+                try:
+                    await self._engine.until_loaded()
+                    await job()
+                except (WorkerDied, WorkerHung):
+                    if self._count_death(session) > limits.MAX_WORKER_DEATHS:
+                        raise
+                    await self._engine.until_loaded()
+                    if isinstance(message, CandidateBlock):  # what else is lost, the block that follows finds out
+                        await self._channel.send(SessionState(session=session, length=0))
             except PeerllmError as error:
                 log.warning("session_refused", error=error.code, reason=error.message)
                 self._sessions.pop(session, None)
                 await self._channel.send(Refusal.of(error, session=session))
 
-    async def fail_sessions(self, error: PeerllmError) -> None:
-        """The engine lost its caches: every session ends, and the drafting peer is told why."""
-        sessions, self._sessions = self._sessions, OrderedDict()
-        for session in sessions:
-            await self._channel.send(Refusal.of(error, session=session))
+    def caches_lost(self) -> None:
+        """The worker is a new one: what is asked of the old one's sessions is answered with what is lacking."""
+        self._sessions.clear()
 
-    async def _queue(self, session: int, size: int, job: _Job) -> None:
+    def _count_death(self, session: int) -> int:
+        self._deaths[session] = self._deaths.get(session, 0) + 1
+        while len(self._deaths) > self._max_sessions:
+            self._deaths.popitem(last=False)
+        return self._deaths.get(session, 0)
+
+    async def _queue(self, message: Message, session: int, size: int, job: _Job) -> None:
         size += limits.MESSAGE_OVERHEAD_BYTES
         while self._queued_bytes + size > limits.MAX_UNPROCESSED_BYTES:
             self._room.clear()
@@ -95,7 +110,7 @@ class Verifier:
                 self._queued_bytes -= size
                 self._room.set()
 
-        self._jobs.put_nowait((session, sized_job))
+        self._jobs.put_nowait((message, session, sized_job))
 
     async def _open(self, message: SessionOpen) -> None:
         while len(self._sessions) >= self._max_sessions and message.session not in self._sessions:

@@ -80,8 +80,9 @@ class DraftingSession:
         return len(self._tokens) - self.prompt_length
 
     def prefill_chunks(self, rows: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """(start, tokens) of rows `[0, n - 1)`, at most `rows` at once."""
-        last = self.prompt_length - 1
+        """(start, tokens) of rows `[0, n - 1)`, at most `rows` at once: the prompt's but the last, or all that is
+        committed but the last where an engine lost its rows."""
+        last = len(self._tokens) - 1
         for start in range(0, last, rows):
             yield start, tuple(self._tokens[start : min(start + rows, last)])
 
@@ -108,6 +109,10 @@ class DraftingSession:
     def block_drafted(self) -> None:
         """The engine has taken the last order: its tokens need not be sent to it again."""
         self._known_to_drafter = len(self._tokens)
+
+    def drafter_lost(self) -> None:
+        """The engine knows of no tokens: the next order names all of them."""
+        self._known_to_drafter = 0
 
     def judge(self, round: int, candidates: Sequence[int], accepted: int, next_token: int) -> Committed | None:
         """Makes a verdict's tokens final, cut at EOS and at the limit. None for a verdict of an earlier round.

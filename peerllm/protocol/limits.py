@@ -214,5 +214,11 @@ PREFILL_DEADLINE_SECONDS = 60.0
 HEARTBEAT_SECONDS = 0.5
 WORKER_HUNG_SECONDS = 6.0
 """A worker whose heartbeat thread is silent for so long is stopped, swapped out or dead."""
+MAX_FAILED_RESTARTS = 3
+"""Of a worker, in a row: then whoever waits for it is told."""
+MAX_WORKER_DEATHS = 3
+"""In one session: a worker that dies for the fourth time dies of what it computes."""
+PEER_LOADING_SECONDS = 900.0
+"""How long an answer waits for a peer that says that it loads."""
 LOOP_BLOCKED_SECONDS = 0.05
 """The daemon's event loop is never blocked for longer; the watchdog logs it."""

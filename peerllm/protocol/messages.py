@@ -216,11 +216,13 @@ class SessionClose(Message):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOpen(Message):
     """A user of the peer that does not draft asks. Answered by RequestEvent and at last one with `finished`, or by a
-    Refusal with the same `request`."""
+    Refusal with the same `request`. After a reconnect it is sent again for what is not finished."""
 
     TYPE: ClassVar[int] = 32
     request: int = uint()
     body: GenerateRequest = nested(GenerateRequest)
+    offset: int = uint(default=0)
+    """Characters of the answer that have come already: the rest is told again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

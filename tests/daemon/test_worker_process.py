@@ -13,7 +13,8 @@ import pytest
 
 from peerllm.daemon.engine import Engine
 from peerllm.daemon.worker_process import WorkerProcess
-from peerllm.protocol.errors import BadRequest, PeerllmError, WorkerDied, WorkerHung
+from peerllm.protocol import limits
+from peerllm.protocol.errors import BadRequest, EngineError, PeerllmError, RoomIncomplete, WorkerDied, WorkerHung
 
 SCRIPT = """
 import argparse, os, socket, sys, threading, time
@@ -42,6 +43,8 @@ while data := pipe.recv(65536):
             os._exit(3)
         elif op == "sleep":
             time.sleep(header["seconds"]); send({"id": number, "ok": {}})
+        elif op == "load" and os.path.exists(header["folder"]):
+            send({"id": number, "error": {"code": "engine_error", "message": "no memory", "param": None}})
         elif op == "load":
             send({"id": number, "ok": {"pid": os.getpid()}})
 os._exit(0)
@@ -132,25 +135,85 @@ async def test_progress_reaches_the_daemon(command: list[str]) -> None:
     assert seen == [("echoing", 0.5)]
 
 
-async def test_after_a_death_a_successor_loads_the_same(command: list[str]) -> None:
-    lost: list[PeerllmError] = []
-    restored = asyncio.Event()
-    engine = Engine(
-        on_progress=lambda stage, fraction: None,
-        on_lost=lost.append,
-        on_restored=restored.set,
-        make_worker=lambda **options: WorkerProcess(command=command, **options),
-    )
-    await engine.start()
-    first = (await engine.load(folder="f"))["pid"]
-    with pytest.raises(WorkerDied):
-        await engine.call("die")
+class Lives:
+    """An engine over workers of the test's own, and what it said of them."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.lost: list[PeerllmError] = []
+        self.restored = asyncio.Event()
+        self.engine = Engine(
+            on_progress=lambda stage, fraction: None,
+            on_lost=self.lost.append,
+            on_restored=self.restored.set,
+            make_worker=lambda **options: WorkerProcess(command=command, **options),
+        )
+
+    async def die(self) -> None:
+        with pytest.raises(WorkerDied):
+            await self.engine.call("die")
+
+
+@pytest.fixture
+async def lives(command: list[str]) -> AsyncIterator[Lives]:
+    lives = Lives(command)
+    await lives.engine.start()
+    yield lives
+    await lives.engine.close()
+
+
+async def test_after_a_death_a_successor_loads_the_same(lives: Lives, tmp_path: Path) -> None:
+    engine = lives.engine
+    first = (await engine.load(folder=str(tmp_path / "none")))["pid"]
+    await lives.die()
     assert engine.state == "restarting"
     async with asyncio.timeout(30):
-        await restored.wait()
-    assert [error.code for error in lost] == ["worker_died"]
+        await lives.restored.wait()
+    assert [error.code for error in lives.lost] == ["worker_died"]
     assert engine.loaded is not None
     assert engine.loaded["pid"] != first
     assert engine.restarts == 1
     assert (await engine.call("echo", value=1)).values == {"value": 1}
-    await engine.close()
+
+
+async def test_whoever_waits_for_the_layers_gets_the_successor(lives: Lives, tmp_path: Path) -> None:
+    with pytest.raises(RoomIncomplete):
+        await lives.engine.until_loaded()
+    first = (await lives.engine.load(folder=str(tmp_path / "none")))["pid"]
+    await lives.die()
+    async with asyncio.timeout(30):
+        loaded = await lives.engine.until_loaded()
+    assert loaded["pid"] != first
+
+
+async def test_a_worker_that_is_being_restarted_is_not_loaded_twice(lives: Lives, tmp_path: Path) -> None:
+    await lives.engine.load(folder=str(tmp_path / "none"))
+    await lives.die()
+    async with asyncio.timeout(30):
+        again = await lives.engine.load(folder=str(tmp_path / "none"))
+    assert again == lives.engine.loaded
+    assert lives.engine.restarts == 1
+
+
+async def test_whoever_waits_is_told_when_no_successor_loads_and_the_tries_go_on(lives: Lives, tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    await lives.engine.load(folder=str(taken))
+    taken.touch()
+    await lives.die()
+    with pytest.raises(EngineError, match="no memory"):
+        async with asyncio.timeout(30):
+            await lives.engine.until_loaded()
+    assert lives.engine.restarts == limits.MAX_FAILED_RESTARTS
+    taken.unlink()
+    async with asyncio.timeout(30):
+        await lives.restored.wait()
+    assert await lives.engine.until_loaded()
+
+
+async def test_closing_ends_the_waiting(lives: Lives, tmp_path: Path) -> None:
+    await lives.engine.load(folder=str(tmp_path / "none"))
+    await lives.die()
+    waiting = asyncio.create_task(lives.engine.until_loaded())
+    await asyncio.sleep(0)
+    await lives.engine.close()
+    with pytest.raises(WorkerDied, match="stopping"):
+        await waiting

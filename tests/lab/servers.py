@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -19,10 +20,12 @@ STUN = [[PUBLIC, 8080], [PUBLIC, 8081]]
 _TURN_PORT = 3478
 
 
-def start_signaling(lab: Lab) -> None:
-    """STUN on 8080 and 8081 of the public host."""
-    lab.start("p", sys.executable, "-m", "peerllm_signaling", "--host", PUBLIC, "--port", "8080", stderr=-3, stdout=-3)
+def start_signaling(lab: Lab) -> subprocess.Popen[Any]:
+    """On the public host; STUN on 8080 and 8081."""
+    command = ("-m", "peerllm_signaling", "--host", PUBLIC, "--port", "8080")
+    process = lab.start("p", sys.executable, *command, stderr=-3, stdout=-3)
     _wait_for_port(lab, 8080)
+    return process
 
 
 @contextlib.contextmanager
