@@ -3,6 +3,7 @@
     Link            what the daemon holds: outlives its connections          link.py
     Connection      one epoch: signaling, HELLO, pings, credits              connection.py
     Transport       one stack of ICE, DTLS and SCTP with its data channel    transport.py
+    bench, nat      what a link carries; which NAT is before this machine
     frames, outbox, inbox, liveness, hello, greeting, sctp                   sans-I/O
 
 aiortc's and aioice's private attributes are touched in `aiortc_private` and `aioice_private` alone.

@@ -15,7 +15,7 @@ import ipaddress
 import socket
 import ssl
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import aioice
 import ifaddr
@@ -26,6 +26,7 @@ from aioice.ice import StunProtocol
 
 from peerllm.link.config import TurnServer
 from peerllm.link.delay import DelayedTransport, DelayLine
+from peerllm.link.signaling import Candidate
 
 SUPPORTED = "0.13."
 _VERSION = importlib.metadata.version("aioice")
@@ -52,6 +53,14 @@ def local_addresses() -> list[str]:
             if not (ip.is_loopback or ip.is_link_local or ip.is_multicast or ip.is_unspecified):
                 found.append(text)
     return found
+
+
+class Mapping(NamedTuple):
+    """(address, port) of a socket of ours, of a STUN server, and of the socket as that server sees it."""
+
+    local: tuple[str, int]
+    server: tuple[str, int]
+    seen: tuple[str, int]
 
 
 class IceProtocol(StunProtocol):  # type: ignore[misc]
@@ -103,8 +112,8 @@ class IceConnection(aioice.Connection):  # type: ignore[misc]
         self._addresses = list(addresses)
         self._on_candidate = on_candidate
         self._host_protocols: list[IceProtocol] = []
-        self._mapped: dict[tuple[str, int], set[int]] = {}
-        """Ports that STUN servers saw, by host address: more than one is a symmetric NAT."""
+        self.mappings: list[Mapping] = []
+        """What STUN servers saw."""
         self.on_datagram: Callable[[bytes], None] | None = None
         """Takes every datagram of data as it comes, without a queue and a task switch; None: aioice's queue."""
         self.delay_line = DelayLine(delay_seconds) if delay_seconds > 0 else None
@@ -169,7 +178,7 @@ class IceConnection(aioice.Connection):  # type: ignore[misc]
             log.debug("ice.stun_silent")
             return
         base = protocol.local_candidate
-        self._mapped.setdefault((base.host, base.port), set()).add(port)
+        self.mappings.append(Mapping((base.host, base.port), server, (host, port)))
         if any((known.host, known.port) == (host, port) for known in self._local_candidates):
             return
         self._publish(
@@ -226,12 +235,15 @@ class IceConnection(aioice.Connection):  # type: ignore[misc]
 
     @property
     def has_stun_answer(self) -> bool:
-        return bool(self._mapped)
+        return bool(self.mappings)
 
     @property
     def is_nat_symmetric(self) -> bool:
         """Two STUN servers saw the same socket at different ports; a path has to begin from this side."""
-        return any(len(ports) > 1 for ports in self._mapped.values())
+        ports: dict[tuple[str, int], set[int]] = {}
+        for each in self.mappings:
+            ports.setdefault(each.local, set()).add(each.seen[1])
+        return any(len(each) > 1 for each in ports.values())
 
     def _publish(self, candidate: Any) -> None:
         if not self._closing:
@@ -286,6 +298,17 @@ def _give_up_deleting(relays: list[Any]) -> None:
         task = getattr(transport, "_TurnTransport__close_task", None)
         if task is not None:
             task.cancel()
+
+
+def candidate_of(candidate: Any) -> Candidate:
+    """What the other side is told of an aioice candidate."""
+    return Candidate(
+        address=candidate.host,
+        port=candidate.port,
+        kind=candidate.type,
+        priority=candidate.priority,
+        foundation=candidate.foundation,
+    )
 
 
 async def _resolve(host: str, port: int) -> list[str]:

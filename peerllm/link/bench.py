@@ -7,9 +7,12 @@ is asked for with 16 bytes; so both take one round trip, and the block's bytes g
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import struct
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from peerllm.link.config import Urgency
@@ -19,8 +22,12 @@ from peerllm.protocol.errors import PeerAway, ProtocolError
 
 SIZES = (16, 1_000, 4_000, 16_000, 32_000, 64_000, 128_000, 200_000, 262_144)
 SAMPLES = 200
+FLOOD_CHUNK_BYTES = 16_000
+"""What a flood sends and has confirmed at a time: half a second of a path of 256 kbit/s."""
+_FLOOD_BYTES = 64_000
+MAX_FLOOD_SECONDS = 10.0
 _HEADER = struct.Struct("!BIQ3x")
-_ECHO, _ASK, _BLOCK, _BULK, _BULK_TAKEN, _DONE = range(6)
+_ECHO, _ASK, _BLOCK, _BULK, _BULK_TAKEN, _DONE, _FLOOD, _COUNT, _COUNTED = range(9)
 SMALLEST = _HEADER.size
 
 
@@ -38,17 +45,33 @@ def _parse(message: bytes) -> tuple[int, int, int]:
 async def serve(link: Link) -> None:
     """Answers until the other side says that all is done. Raises PeerAway when it is away for good."""
     taken = 0
-    while True:
-        op, number, size = _parse(await link.receive())
-        if op == _DONE:
-            return
-        if op == _ECHO:
-            await link.send(_message(_BLOCK, number))
-        elif op == _ASK and size <= limits.MAX_MESSAGE_BYTES:
-            await link.send(_message(_BLOCK, number, length=size))
-        elif op == _BULK:
-            taken = size if number == 0 else taken + size
-            await link.send(_message(_BULK_TAKEN, number, taken), Urgency.CONTROL)
+    flood: Flood | None = None
+    flooding: asyncio.Task[None] | None = None
+    try:
+        while True:
+            op, number, size = _parse(await link.receive())
+            if op == _DONE:
+                await link.send(_message(_DONE, 0), Urgency.CONTROL)
+                return
+            if op == _ECHO:
+                await link.send(_message(_BLOCK, number))
+            elif op == _ASK and size <= limits.MAX_MESSAGE_BYTES:
+                await link.send(_message(_BLOCK, number, length=size))
+            elif op == _BULK:
+                taken = size if number == 0 else taken + size
+                await link.send(_message(_BULK_TAKEN, number, taken), Urgency.CONTROL)
+            elif op == _COUNT:
+                stats = link.stats()
+                await link.send(_message(_COUNTED, stats.packets_sent & 0xFFFFFFFF, stats.packets_received))
+            elif op == _FLOOD and flooding is None:
+                flood = Flood(link)
+                flooding = asyncio.create_task(flood.run(min(size / 1000, MAX_FLOOD_SECONDS)))
+            elif op == _BULK_TAKEN and flood is not None:
+                flood.take(size)
+    finally:
+        if flooding is not None:
+            flooding.cancel()
+            await asyncio.gather(flooding, return_exceptions=True)
 
 
 async def _exchange(link: Link, op: int, number: int, size: int) -> float:
@@ -150,14 +173,134 @@ async def measure_bulk(link: Link, *, size: int = 8_000_000, chunk: int = 200_00
     return {"bytes_per_second": total / (time.monotonic() - begun), "beside_ms": took}
 
 
-async def finish(link: Link) -> None:
-    """Tells the serving side that all is done, and gives it time to hear it."""
-    await link.send(_message(_DONE, 0))
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Of datagrams, each a share of what was sent; `took_ms` are the exchanges that were counted."""
+
+    out: float
+    into: float
+    took_ms: list[float]
+
+
+async def measure_loss(link: Link, *, seconds: float = 3.0) -> Loss | None:
+    """By both ends' own counts, while little is on the way. None when the connection was replaced meanwhile."""
+    before, their_before = await _count(link)
+    epoch = link.epoch
+    took = await measure_steady(link, size=1_000, seconds=seconds)
+    await asyncio.sleep(2 * quantile(took, 0.5) / 1000)  # what was sent again has arrived
+    after, their_after = await _count(link)
+    if link.epoch != epoch:
+        return None
+    sent, received = (late - early for late, early in zip(after, before, strict=True))
+    their_sent, their_received = (
+        (late - early) % (1 << 32) for late, early in zip(their_after, their_before, strict=True)
+    )
+    return Loss(_share_lost(sent, their_received), _share_lost(their_sent, received), took)
+
+
+def _share_lost(sent: int, received: int) -> float:
+    return max(0, sent - received) / max(1, sent)
+
+
+async def _count(link: Link) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(sent, received) datagrams of this side, and of the other at the moment when it heard the question."""
+    sent = link.stats().packets_sent
+    await link.send(_message(_COUNT, 0))
+    while True:
+        op, their_sent, their_received = _parse(await link.receive())
+        if op == _COUNTED:
+            return (sent, link.stats().packets_received), (their_sent, their_received)
+
+
+class Flood:
+    """Fills a path for a while. What is on its way grows as what has arrived does: a thin path is left with little to
+    carry when the time is over."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._sent = 0
+        self._taken = 0
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+
+    def take(self, taken: int) -> None:
+        """The other side has so many bytes."""
+        self._taken = max(self._taken, min(taken, self._sent))
+        self._look()
+
+    def _look(self) -> None:
+        on_the_way = self._sent - self._taken
+        if on_the_way <= _FLOOD_BYTES + self._taken:
+            self._has_room.set()
+        else:
+            self._has_room.clear()
+
+    async def run(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                for number in itertools.count():
+                    await self._has_room.wait()
+                    if time.monotonic() >= until:  # while nothing has to be waited for, no timeout gets its turn
+                        return
+                    await self._link.send(_message(_BULK, number, FLOOD_CHUNK_BYTES, FLOOD_CHUNK_BYTES), Urgency.BULK)
+                    self._sent += FLOOD_CHUNK_BYTES
+                    self._look()
+
+
+async def measure_throughput(link: Link, *, seconds: float = 3.0) -> tuple[float, float]:
+    """Bytes a second out and in, one after the other, each for `seconds`; from the first arrival on."""
+    return await _flood_out(link, seconds), await _flood_in(link, seconds)
+
+
+async def _flood_out(link: Link, seconds: float) -> float:
+    flood = Flood(link)
+    flooding = asyncio.create_task(flood.run(seconds))
+    arrivals: list[tuple[float, int]] = []
     try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while True:
+                    op, _, taken = _parse(await link.receive())
+                    if op == _BULK_TAKEN:
+                        flood.take(taken)
+                        arrivals.append((time.monotonic(), taken))
+    finally:
+        flooding.cancel()
+        await asyncio.gather(flooding, return_exceptions=True)
+    return _rate(arrivals)
+
+
+async def _flood_in(link: Link, seconds: float) -> float:
+    await link.send(_message(_FLOOD, 0, int(seconds * 1000)))
+    arrivals: list[tuple[float, int]] = []
+    taken = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while True:
+                op, number, size = _parse(await link.receive())
+                if op == _BULK:
+                    taken += size
+                    arrivals.append((time.monotonic(), taken))
+                    await link.send(_message(_BULK_TAKEN, number, taken), Urgency.CONTROL)
+    return _rate(arrivals)
+
+
+def _rate(arrivals: Sequence[tuple[float, int]]) -> float:
+    """Bytes a second between the first of (when, bytes so far) and the last."""
+    if len(arrivals) < 2:
+        return 0.0
+    (first_at, first), (last_at, last) = arrivals[0], arrivals[-1]
+    return (last - first) / max(1e-6, last_at - first_at)
+
+
+async def finish(link: Link) -> None:
+    """Tells the serving side that all is done, and waits until it has heard that, LINK_CLOSE_SECONDS at most."""
+    await link.send(_message(_DONE, 0))
+    with contextlib.suppress(TimeoutError, PeerAway):
         async with asyncio.timeout(limits.LINK_CLOSE_SECONDS):
-            await link.receive()
-    except (TimeoutError, PeerAway):
-        return
+            while _parse(await link.receive())[0] != _DONE:  # a flood's last pieces may still come
+                pass
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -19,7 +19,7 @@ from aiortc import (
 )
 
 from peerllm.link import aiortc_private
-from peerllm.link.aioice_private import IceConnection, local_addresses
+from peerllm.link.aioice_private import IceConnection, candidate_of, local_addresses
 from peerllm.link.config import LinkConfig
 from peerllm.link.signaling import Candidate, Description
 from peerllm.protocol import limits
@@ -98,7 +98,7 @@ class Transport:
             fingerprint=self.fingerprint,
             sctp_port=self._sctp.port,
             max_message_bytes=type(self._sctp).getCapabilities().maxMessageSize,
-            candidates=tuple(_from_aioice(each) for each in host[: limits.MAX_REMOTE_CANDIDATES]),
+            candidates=tuple(candidate_of(each) for each in host[: limits.MAX_REMOTE_CANDIDATES]),
             direct_only=self._is_direct_only,
         )
 
@@ -135,7 +135,7 @@ class Transport:
             self._gathering.cancel()
 
     def _candidate_found(self, candidate: object) -> None:
-        self._on_candidate(_from_aioice(candidate))
+        self._on_candidate(candidate_of(candidate))
 
     async def add_candidates(self, candidates: tuple[Candidate, ...]) -> None:
         """Remote candidates; those beyond MAX_REMOTE_CANDIDATES, or with addresses of no use, are passed over."""
@@ -265,14 +265,3 @@ def _sha256_of(fingerprints: list[RTCDtlsFingerprint]) -> str:
         if each.algorithm == "sha-256":
             return str(each.value)
     raise LinkError("this release of aiortc gives no SHA-256 fingerprint")
-
-
-def _from_aioice(candidate: object) -> Candidate:
-    get = candidate.__getattribute__
-    return Candidate(
-        address=get("host"),
-        port=get("port"),
-        kind=get("type"),
-        priority=get("priority"),
-        foundation=get("foundation"),
-    )

@@ -6,6 +6,7 @@
     server         a WebSocket to the signaling server    rendezvous  one that is kept where two peers meet
     servers        STUN and TURN that it offers           seated    a peer met again and again
     room           the opener's end                       client    what the daemon calls
+    probe          is the server there, what does it offer: asked without a room
 
 `RoomClient` is imported when it is asked for, so that the shell's completion of codes needs neither aiohttp nor keys.
 """

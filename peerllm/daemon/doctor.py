@@ -1,0 +1,233 @@
+"""`peerllm doctor`: what keeps two peers from working together well, found before they try. `advice` says what to do.
+
+The report is plain values, as `--json` prints them: `signaling`, `nat`, `candidates`, `relays`, `link` (None for one
+machine alone), `loop`, `machine`, `versions`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import peerllm
+from peerllm.daemon.config import DaemonConfig
+from peerllm.daemon.events import Connected, Person, Progress
+from peerllm.daemon.meeting import make_link, meet
+from peerllm.daemon.worker_process import WorkerProcess
+from peerllm.link import Link, TurnServer, bench
+from peerllm.link.nat import NatKind, Outside, look_outside
+from peerllm.protocol import cbor, limits
+from peerllm.protocol.errors import LinkError, PeerllmError, ProtocolError
+from peerllm.protocol.fields import from_map, text, to_map
+from peerllm.rooms.keys import StateLock
+from peerllm.rooms.probe import Reached, reach
+from peerllm.telemetry.watchdog import LoopWatchdog
+
+MACHINE_SECONDS = 30.0
+"""To import torch and look at its devices: 2 to 5 s, and several times that from a disk that is cold."""
+MEASURE_SECONDS = 30.0
+"""The measurements over the link take 10 s; a path that breaks under them is not waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Greeting:
+    """HELLO's body between two doctors."""
+
+    release: str = text(limits.MAX_NAME_CHARS, default="")
+
+
+async def examine(config: DaemonConfig, person: Person, *, is_alone: bool) -> dict[str, Any]:
+    """Everything that one machine can say alone; and, unless `is_alone`, what a link to the room's other side says.
+
+    All that needs no other part's answer is asked at once, each within seconds of its own. Nothing of it raises: what
+    does not work is in the report.
+    """
+    watchdog = LoopWatchdog()
+    watchdog.start()
+    looking = asyncio.gather(_signaling_and_outside(config), _machine())
+    measuring = None if is_alone else asyncio.create_task(_with_peer(config, person, looking))
+    if is_alone:
+        person.tell(Progress("looking at this machine and its network", 0.0))
+    (signaling, outside), machine = await looking
+    link = None if measuring is None else await measuring
+    watchdog.stop()
+    return {
+        "release": peerllm.__version__,
+        "signaling": signaling,
+        **outside,
+        "link": link,
+        "loop": watchdog.summary(),
+        "machine": machine,
+        "versions": _versions(machine),
+    }
+
+
+# --- One machine alone ------------------------------------------------------------------------------------------------
+
+
+async def _signaling_and_outside(config: DaemonConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    signaling: dict[str, Any] = {"url": config.signaling or None, "connect_ms": None, "round_trip_ms": None}
+    signaling["error"] = None
+    reached: Reached | None = None
+    if config.signaling:
+        try:
+            reached = await reach(config.signaling, insecure=config.is_insecure)
+        except PeerllmError as error:
+            signaling["error"] = error.message
+        else:
+            signaling["connect_ms"] = _ms(reached.connect_seconds)
+            signaling["round_trip_ms"] = _ms(reached.round_trip_seconds)
+    return signaling, await _outside(config, reached)
+
+
+async def _outside(config: DaemonConfig, reached: Reached | None) -> dict[str, Any]:
+    if config.is_loopback:
+        return _outside_values(Outside(NatKind.UNKNOWN), "the link is kept on this machine")
+    if reached is None:
+        return _outside_values(await look_outside(()), "no signaling server was there to ask")
+    servers = reached.ice_servers
+    relays = servers.turn
+    found = await look_outside(
+        servers.stun,
+        ()
+        if relays is None
+        else [
+            TurnServer(host, port, relays.username, relays.credential, how) for host, port, how in relays.endpoints()
+        ],
+    )
+    why = None
+    if found.kind is NatKind.UNKNOWN:
+        if not servers.stun:
+            why = "the signaling server offers no STUN"
+        elif len({each.server for each in found.mappings}) < 2:
+            why = "only one STUN port of the signaling server answers"
+        else:
+            why = "the signaling server is on this machine or in its network"
+    return _outside_values(found, why)
+
+
+def _outside_values(found: Outside, why: str | None) -> dict[str, Any]:
+    addresses = {(each.local[0], each.seen[0]) for each in found.mappings}
+    return {
+        "nat": {
+            "kind": found.kind.value,
+            "why_unknown": why,
+            "addresses": [{"local": local, "seen": seen} for local, seen in sorted(addresses)],
+        },
+        "candidates": [{"kind": each.kind, "address": each.address, "port": each.port} for each in found.candidates],
+        "relays": [
+            {
+                "host": each.server.host,
+                "port": each.server.port,
+                "transport": each.server.transport,
+                "answers": each.answers,
+                "ms": _ms(each.seconds),
+            }
+            for each in found.relays
+        ],
+    }
+
+
+async def _machine() -> dict[str, Any]:
+    """What the worker answers to `machine`, and `error`: in words, or None."""
+    worker = WorkerProcess()
+    try:
+        async with asyncio.timeout(MACHINE_SECONDS):
+            await worker.start()
+            return {**(await worker.call("machine")).values, "error": None}
+    except TimeoutError:
+        return {"error": f"the engine did not start within {MACHINE_SECONDS:.0f} s"}
+    except PeerllmError as error:
+        return {"error": error.message}
+    finally:
+        await worker.close()
+
+
+def _versions(machine: dict[str, Any]) -> dict[str, str]:
+    versions = {"peerllm": peerllm.__version__, "python": platform.python_version()}
+    versions |= {name: machine[name] for name in ("torch", "transformers") if name in machine}
+    versions |= {name: metadata.version(name) for name in ("aiortc", "aioice")}
+    return versions | {"system": f"{platform.system()} {platform.release()} {platform.machine()}"}
+
+
+# --- With the other side ----------------------------------------------------------------------------------------------
+
+
+async def _with_peer(config: DaemonConfig, person: Person, looking: asyncio.Future[Any]) -> dict[str, Any]:
+    """Joins or opens the room; the joiner measures and the opener answers."""
+    result: dict[str, Any] = {"path": None, "error": None}
+    try:
+        with StateLock(config.state_dir):
+            peer, room = await meet(config, person.tell)
+            greeted: list[bytes] = []
+            link = make_link(config, peer, hello=_hello, on_hello=greeted.append)
+            try:
+                begun = time.monotonic()
+                await link.start()
+                stats = link.stats()
+                result |= {"path": stats.path, "seconds_to_up": round(time.monotonic() - begun, 3)}
+                result["other_release"] = _release(greeted[-1])
+                person.tell(Connected(stats.path, stats.rtt_ms))
+                await asyncio.wait([looking])  # importing torch beside a measurement would be measured too
+                if peer.is_opener:
+                    await bench.serve(link)
+                    result["rtt_ms"] = None if (rtt := link.stats().rtt_ms) is None else round(rtt, 2)
+                else:
+                    result |= await _measured(link, person)
+            finally:
+                await link.close()
+                await peer.close()
+                if room is not None:
+                    await room.close()
+    except PeerllmError as error:
+        result["error"] = error.message
+    return result
+
+
+async def _measured(link: Link, person: Person) -> dict[str, Any]:
+    person.tell(Progress("measuring the link", 0.0))
+    loss = await _in_time(bench.measure_loss(link))
+    person.tell(Progress("measuring the link", 0.4))
+    out, into = await _in_time(bench.measure_throughput(link))
+    stats = link.stats()
+    person.tell(Progress("measuring the link", 1.0))
+    await bench.finish(link)
+    return {
+        "rtt_ms": None if loss is None else round(min(loss.took_ms), 2),
+        "rtt_p95_ms": None if loss is None else round(bench.quantile(loss.took_ms, 0.95), 2),
+        "loss_out": None if loss is None else round(loss.out, 4),
+        "loss_in": None if loss is None else round(loss.into, 4),
+        "mbit_out": round(out * 8e-6, 2),
+        "mbit_in": round(into * 8e-6, 2),
+        "retransmitted": stats.retransmitted,
+        "path": stats.path,
+    }
+
+
+async def _in_time(work: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        async with asyncio.timeout(MEASURE_SECONDS / 2):
+            return await work
+    except TimeoutError:
+        raise LinkError("The link came up, and what was sent over it did not come back in time.") from None
+
+
+def _hello() -> bytes:
+    return cbor.encode(to_map(_Greeting(release=peerllm.__version__)))
+
+
+def _release(body: bytes) -> str | None:
+    """None for one that says nothing of it: `peerllm bench link`, say."""
+    try:
+        return from_map(_Greeting, cbor.decode(body, max_bytes=limits.MAX_HELLO_BYTES)).release or None
+    except ProtocolError:
+        return None
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 1)

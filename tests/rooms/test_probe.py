@@ -1,0 +1,57 @@
+"""The signaling server, asked by one machine alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from peerllm_signaling.server import ServerConfig, SignalingServer
+from peerllm_signaling.turn import TurnServers
+
+from peerllm.protocol.errors import SignalingUnreachable
+from peerllm.rooms.probe import reach
+
+
+async def test_a_server_says_what_it_offers_and_no_room_is_opened(server: SignalingServer) -> None:
+    found = await reach(server.address)
+    assert {port for _, port in found.ice_servers.stun} == set(server.stun_ports)
+    assert found.ice_servers.turn is None
+    assert 0 < found.round_trip_seconds < 5
+    assert 0 < found.connect_seconds < 5
+    assert len(server.switchboard.rooms) == 0
+
+
+async def test_relays_are_offered_to_one_machine_as_to_a_pair(nothing_is_left_behind: None) -> None:
+    server = SignalingServer(ServerConfig("127.0.0.1", 0, turn=TurnServers(("turn:127.0.0.1:3478",), b"secret")))
+    await server.start()
+    try:
+        turn = (await reach(server.address)).ice_servers.turn
+    finally:
+        await server.stop()
+    assert turn is not None
+    assert turn.endpoints() == [("127.0.0.1", 3478, "udp")]
+
+
+async def test_two_machines_that_ask_at_once_do_not_meet_each_other(server: SignalingServer) -> None:
+    found = await asyncio.gather(*(reach(server.address) for _ in range(8)))
+    assert len(found) == 8
+
+
+async def test_nobody_there_is_said_in_words(nothing_is_left_behind: None) -> None:
+    with pytest.raises(SignalingUnreachable, match="cannot be reached"):
+        await reach("ws://127.0.0.1:1")
+
+
+async def test_a_server_that_takes_connections_and_is_silent_is_given_up(nothing_is_left_behind: None) -> None:
+    held: list[asyncio.StreamWriter] = []
+    silent = await asyncio.start_server(lambda reader, writer: held.append(writer), "127.0.0.1", 0)
+    begun = time.monotonic()
+    try:
+        with pytest.raises(SignalingUnreachable, match="does not answer"):
+            await reach(f"ws://127.0.0.1:{silent.sockets[0].getsockname()[1]}", seconds=0.3)
+        assert time.monotonic() - begun < 5
+    finally:
+        for writer in held:
+            writer.close()
+        silent.close()
