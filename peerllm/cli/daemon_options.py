@@ -141,6 +141,10 @@ class Terminal:
         else:
             print(self._words(notice), file=self._stream or sys.stdout, flush=True)
 
+    def done(self) -> None:
+        """Clears the progress that was shown last."""
+        self._progress.done()
+
     def _words(self, notice: Notice) -> str:
         from peerllm.daemon import events
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "status": "show peers, layer ranges, link and where a round's time goes",
     "models": "list the models on this machine",
     "bench": "measure: the link between two machines, or two whole daemons on this one",
+    "doctor": "find what keeps this machine, or two of them, from working well",
     "completion": "print the shell's completion of commands and room codes",
     "demo": "two peers on this machine: ask, compare, measure",
 }
