@@ -68,6 +68,7 @@ def _bench_link(args: argparse.Namespace) -> int:
             stream=sys.stderr if args.json else sys.stdout,
         )
         figures = uvloop.run(bench_link(config, person, samples=args.samples))
+        person.done()
     if figures is not None:
         print(json.dumps(figures, indent=1) if args.json else _table(figures))
     return 0
