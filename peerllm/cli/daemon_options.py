@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from peerllm.cli.client import default_state_dir, socket_path
+from peerllm.cli.drafts import HELP, draft_named
 from peerllm.cli.terminal import printable
 from peerllm.protocol.errors import BadRequest, PeerllmError
 
@@ -26,7 +27,7 @@ def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft",
         metavar="DRAFT",
-        help="none, ngram (default) or model:PATH; used by the peer that holds layer 0",
+        help=f"{HELP}; ngram by default; used by the peer that holds layer 0",
     )
     parser.add_argument(
         "--draft-length", type=int, metavar="K", help="candidates a block; without it, chosen round by round"
@@ -75,9 +76,7 @@ def config_of(args: argparse.Namespace, **more: object) -> DaemonConfig:
         )
     if args.draft_length is not None and not 0 <= args.draft_length <= limits.MAX_DRAFT_LENGTH:
         raise BadRequest(f"--draft-length is from 0 to {limits.MAX_DRAFT_LENGTH}")
-    draft = args.draft or "ngram"
-    if draft not in ("none", "ngram") and not draft.startswith("model:"):
-        raise BadRequest(f"--draft is none, ngram or model:PATH; got {draft!r}")
+    draft = draft_named(args.draft or "ngram")
     for name in ("threads", "context"):
         value = getattr(args, name)
         if value is not None and value < 1:

@@ -20,6 +20,7 @@ from typing import Any
 
 from peerllm.cli.client import Client
 from peerllm.cli.demo_processes import Child, DemoFailed, Stage, stage
+from peerllm.cli.drafts import HELP, default_draft, draft_named, short_name
 from peerllm.cli.progress import Progress
 from peerllm.cli.terminal import printable
 from peerllm.protocol.errors import PeerllmError
@@ -39,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rtt", type=_milliseconds, default=0.0, metavar="MS", help="add this round trip to the link")
     parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help="what to ask")
     parser.add_argument("--max-tokens", type=_count, default=96, metavar="N", help="tokens in the answer at most")
-    parser.add_argument("--draft", default="ngram", metavar="DRAFT", help="none, ngram (default) or model:PATH")
+    parser.add_argument(
+        "--draft", metavar="DRAFT", help=f"{HELP}; default: the model's in this package"
+    )
     parser.add_argument("--model", default=MODEL, metavar="M", help="another model: a folder or a hub id")
     parser.add_argument("--threads", type=_count, default=1, metavar="N", help="CPU threads of each engine (default 1)")
     parser.add_argument("--json", action="store_true", help="print the table's figures as JSON")
@@ -60,6 +63,7 @@ def _count(words: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
+    args.draft = default_draft(args.model) if args.draft is None else draft_named(args.draft)
     progress = Progress(sys.stderr)
     say: Callable[[str], None] = (lambda _: None) if args.json else print
     try:
@@ -148,7 +152,7 @@ def _measure(args: argparse.Namespace, first: Client, second: Client, say: Calla
     return {
         "identical": len(texts) == 1,
         "model": args.model,
-        "draft": args.draft,
+        "draft": short_name(args.draft),
         "rtt_ms": args.rtt,
         "tokens": speculative[0].completion_tokens,
         "plain": _figures(plain),

@@ -98,7 +98,7 @@ class Setup:
         kind, _, draft = self._config.draft.partition(":")
         if kind == "model":
             try:
-                await self._engine.call("describe", model=draft, allow_download=False)
+                await self._engine.call("check_draft", folder=draft)
             except PeerllmError as error:
                 raise DraftMismatch(f"--draft {self._config.draft}: {error.message}") from None
 

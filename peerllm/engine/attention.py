@@ -21,7 +21,7 @@ def grouped_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor,
+    attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     has_stale_keys: bool = False,
     **_: Any,
@@ -31,7 +31,8 @@ def grouped_attention(
     Args:
         query: `[batch, heads, rows, dim]`.
         key, value: `[batch, kv_heads, length, dim]`.
-        attention_mask: bool `[batch, 1, rows, length]`, true where a row may look.
+        attention_mask: bool `[batch, 1, rows, length]`, true where a row may look; None where the rows are the whole
+            sequence and each looks at those before it (training).
         has_stale_keys: some of `length` were never written or are past the position; a masked sum is not enough for
             them, since NaN + -inf is NaN.
 
@@ -41,6 +42,11 @@ def grouped_attention(
     batch, heads, rows, dim = query.shape
     kv_heads = key.shape[1]
     groups = heads // kv_heads
+    if attention_mask is None:
+        whole = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1
+        )
+        return whole.transpose(1, 2).contiguous(), None
     query = query.reshape(batch, kv_heads, groups * rows, dim)
     mask = attention_mask.repeat(1, 1, groups, 1)
     if has_stale_keys:

@@ -36,11 +36,29 @@ class SamplingState:
         self.temperatures[slot] = sampling.temperature
 
 
-class Chooser:
-    """Chooses from `[rows, columns]` logits, of whose columns `vocabulary` count."""
+_NOISE_ROWS = 32
+"""Rows of a batch whose noise is made at once: in int64 it takes a hundred bytes for each token of the vocabulary."""
 
-    def __init__(self, *, vocabulary: int) -> None:
+
+class Chooser:
+    """Chooses from `[rows, columns]` logits, of whose columns `vocabulary` count.
+
+    Args:
+        tokens: int64 `[vocabulary]`, the columns' token ids in ascending order; None: column i is token i.
+    """
+
+    def __init__(self, *, vocabulary: int, tokens: torch.Tensor | None = None) -> None:
         self._vocabulary = vocabulary
+        self._tokens = tokens
+
+    def _noise(self, positions: torch.Tensor, key: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """float32 `[rows, vocabulary]`: log E of each column at `positions` `[rows]`."""
+        if self._tokens is not None:
+            return noise.log_exponential(noise.words_of(self._tokens, positions, key))
+        block = torch.arange(-(-self._vocabulary // 4), device=positions.device)
+        zero = torch.zeros((), dtype=torch.int64, device=positions.device)
+        words = noise.philox_4x32((block[None, :], positions[:, None], zero, zero), key)
+        return noise.log_exponential(words.reshape(len(positions), -1)[:, : self._vocabulary])
 
     def _scores(self, logits: torch.Tensor, slots: torch.Tensor, state: SamplingState) -> torch.Tensor:
         logits = logits[:, : self._vocabulary].to(torch.float32)
@@ -49,12 +67,27 @@ class Chooser:
         temperature = state.temperatures.index_select(0, slot)
         rows = torch.arange(len(logits), device=logits.device)
         positions = state.positions.index_select(0, slot) + 1 + rows
-        block = torch.arange(-(-self._vocabulary // 4), device=logits.device)
-        zero = torch.zeros((), dtype=torch.int64, device=logits.device)
         key = state.seeds.index_select(0, slot)[0]
-        words = noise.philox_4x32((block[None, :], positions[:, None], zero, zero), (key[0], key[1]))
-        perturbed = logits / temperature - noise.log_exponential(words.reshape(len(logits), -1)[:, : self._vocabulary])
+        perturbed = logits / temperature - self._noise(positions, (key[0], key[1]))
         return torch.where(temperature > 0, perturbed, logits)
+
+    def choose(
+        self, logits: torch.Tensor, slots: torch.Tensor, state: SamplingState
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """For a batch, a row for each of `slots`: int32 `[rows]` the columns chosen, and how many of the row's logits
+        are not finite. Row i draws the token after the position of its slot."""
+        slots = slots.to(torch.int64)
+        choices, flags = [], []
+        for start in range(0, len(slots), _NOISE_ROWS):
+            some = slots[start : start + _NOISE_ROWS]
+            raw = logits[start : start + _NOISE_ROWS, : self._vocabulary].to(torch.float32)
+            temperature = state.temperatures.index_select(0, some)[:, None]
+            key = state.seeds.index_select(0, some)
+            made = self._noise(state.positions.index_select(0, some) + 1, (key[:, :1], key[:, 1:]))
+            scores = torch.where(temperature > 0, raw / temperature.clamp(min=1e-6) - made, raw)
+            choices.append(scores.argmax(dim=-1).to(torch.int32))
+            flags.append((~torch.isfinite(raw)).sum(dim=-1).to(torch.int32))
+        return torch.cat(choices), torch.cat(flags)
 
     def judge(
         self,
@@ -103,6 +136,8 @@ class Chooser:
         temperature = state.temperatures.index_select(0, slots[:1].to(torch.int64))
         shaped = logits[:1, : self._vocabulary].to(torch.float32) / torch.where(temperature > 0, temperature, 1.0)
         probability = torch.softmax(shaped, dim=-1).gather(1, choice[:, None])[:, 0]
+        if self._tokens is not None:
+            choice = self._tokens.index_select(0, choice)
         place = step.to(torch.int64)
         candidates.index_copy_(0, place, choice.to(torch.int32))
         probabilities.index_copy_(0, place, probability)

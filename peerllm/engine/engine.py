@@ -153,6 +153,7 @@ class Engine:
                 dtype=codec.DTYPES[dtype],
                 device=draft_device or device,
                 path=path,
+                embedding=None if part.embed is None else part.embed.weight.data,
                 progress=progress,
             )
         seconds["draft"] = time.perf_counter() - clock

@@ -15,6 +15,7 @@ from peerllm.engine.runner import BUCKETS
 from peerllm.engine.slice import SliceShape, read_config
 from peerllm.engine.weights import INT8
 from peerllm.models.allowlist import ModelShape, check_folder
+from peerllm.models.drafts import is_draft, read_draft
 from peerllm.models.layout import layer_tensors, range_tensors, size_bytes
 from peerllm.protocol import limits
 from peerllm.protocol.errors import NotEnoughMemory
@@ -116,7 +117,13 @@ def plan_draft(folder: Path | str, *, dtype: str, context: int, slots: int, is_g
         free=0,
         is_gpu=is_gpu,
     )
-    return plan.total - (_CUDA_CONTEXT_BYTES if is_gpu else 0)
+    total = plan.total - (_CUDA_CONTEXT_BYTES if is_gpu else 0)
+    if is_draft(folder):
+        # The embedding is the target's own, on the same device; the head has some of the tokens.
+        row = shape.width * DTYPE_BYTES[dtype]
+        kept = len(read_draft(folder).tokens)
+        total += kept * row - shape.vocabulary * row * (1 if shape.is_tied else 2)
+    return total
 
 
 def int8_saving(shape: ModelShape, layers: int, dtype: str) -> int:

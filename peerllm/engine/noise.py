@@ -47,13 +47,33 @@ def seed_key(seed: int) -> tuple[int, int]:
     return seed & _MASK, seed >> 32 & _MASK
 
 
-def noise_words(seed: int, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """int64 `[rows, vocabulary]`: the 32 random bits of each token for `positions` `[rows]` (int64)."""
+def noise_words(
+    seed: int, positions: torch.Tensor, vocabulary: int, tokens: torch.Tensor | None = None
+) -> torch.Tensor:
+    """int64 `[rows, vocabulary]`: the 32 random bits of each token for `positions` `[rows]` (int64).
+
+    `tokens` (int64 `[vocabulary]`) are the target's ids of the columns, where these are not 0, 1, 2, ….
+    """
+    if tokens is not None:
+        return words_of(tokens, positions, seed_key(seed))
     groups = -(-vocabulary // 4)
     block = torch.arange(groups, device=positions.device)
     zero = torch.zeros((), dtype=torch.int64, device=positions.device)
     words = philox_4x32((block[None, :], positions[:, None], zero, zero), seed_key(seed))
     return words.reshape(len(positions), groups * 4)[:, :vocabulary]
+
+
+def words_of(
+    tokens: torch.Tensor, positions: torch.Tensor, key: tuple[torch.Tensor | int, torch.Tensor | int]
+) -> torch.Tensor:
+    """int64 `[rows, columns]`: the bits of `tokens` `[columns]` at `positions` `[rows]`; int64 both.
+
+    `key` as `philox_4x32` takes it; tensors are `[rows, 1]`, a key for each row.
+    """
+    zero = torch.zeros((), dtype=torch.int64, device=positions.device)
+    words = philox_4x32((tokens[None, :] // 4, positions[:, None], zero, zero), key)
+    which = (tokens % 4)[None, :, None].expand(len(positions), -1, 1)
+    return words.gather(2, which)[:, :, 0]
 
 
 def log_exponential(words: torch.Tensor) -> torch.Tensor:
@@ -62,9 +82,11 @@ def log_exponential(words: torch.Tensor) -> torch.Tensor:
     return torch.log(-torch.log1p(-uniform))
 
 
-def perturb(scores: torch.Tensor, seed: int, positions: torch.Tensor) -> torch.Tensor:
+def perturb(
+    scores: torch.Tensor, seed: int, positions: torch.Tensor, tokens: torch.Tensor | None = None
+) -> torch.Tensor:
     """`scores` (float32 `[rows, vocabulary]`, -inf where a token is cut off) - log E: their argmax is a sample.
 
-    `positions` `[rows]`, int64, is the absolute index of the token that each row draws.
+    `positions` `[rows]`, int64, is the absolute index of the token that each row draws. `tokens` as `noise_words`.
     """
-    return scores - log_exponential(noise_words(seed, positions, scores.shape[-1]))
+    return scores - log_exponential(noise_words(seed, positions, scores.shape[-1], tokens))

@@ -14,6 +14,7 @@ from peerllm.engine.machine import machine
 from peerllm.engine.planting import as_whole
 from peerllm.engine.results import Prefilled
 from peerllm.engine.tokens import Tokens
+from peerllm.models.drafts import check_draft
 from peerllm.protocol import limits
 from peerllm.protocol.errors import EngineError, ProtocolError
 from peerllm.protocol.fields import from_map, to_map
@@ -40,6 +41,7 @@ class Operations:
         self._table: dict[str, Callable[[dict[str, Any], bytes], Answer]] = {
             "machine": self._machine,
             "describe": self._describe,
+            "check_draft": self._check_draft,
             "find": self._find,
             "fetch": self._fetch,
             "models": self._models,
@@ -79,6 +81,10 @@ class Operations:
             progress=self._progress,
         )
         return as_whole(found).to_map(), b""
+
+    def _check_draft(self, header: dict[str, Any], payload: bytes) -> Answer:
+        check_draft(_text(header, "folder"))
+        return {}, b""
 
     def _find(self, header: dict[str, Any], payload: bytes) -> Answer:
         found = models.find(

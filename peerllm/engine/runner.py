@@ -239,7 +239,7 @@ class GraphPool:
 def make_chooser(static: StaticSlice, *, max_rows: int, columns: int, vocabulary: int) -> Chooser:
     """Triton's where the slice is fused, torch's otherwise."""
     if isinstance(static, ModuleSlice):
-        return Chooser(vocabulary=vocabulary)
+        return Chooser(vocabulary=vocabulary, tokens=static.part.head_tokens)
     from peerllm.engine.fused.choosing import FusedChooser
 
     chooser: object = FusedChooser(
@@ -248,5 +248,6 @@ def make_chooser(static: StaticSlice, *, max_rows: int, columns: int, vocabulary
         vocabulary=vocabulary,
         device=static.part.device,
         is_dependent=static.is_dependent,
+        tokens=static.part.head_tokens,
     )
     return chooser  # type: ignore[return-value]

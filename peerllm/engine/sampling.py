@@ -34,27 +34,32 @@ def shape_logits(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return scores
 
 
-def scores_of(logits: torch.Tensor, sampling: Sampling, positions: torch.Tensor) -> torch.Tensor:
+def scores_of(
+    logits: torch.Tensor, sampling: Sampling, positions: torch.Tensor, tokens: torch.Tensor | None = None
+) -> torch.Tensor:
     """The scores whose argmax is the choice: the logits when greedy, shaped and perturbed ones when sampling.
 
     Args:
         logits: `[rows, vocabulary]`.
         positions: int64 `[rows]`, the absolute index of the token that each row draws.
+        tokens: int64 `[vocabulary]`, the columns' ids, of a draft whose head is cut: the noise is the target's.
     """
     if sampling.is_greedy:
         return logits
-    return noise.perturb(shape_logits(logits, sampling), sampling.seed, positions)
+    return noise.perturb(shape_logits(logits, sampling), sampling.seed, positions, tokens)
 
 
-def choose(logits: torch.Tensor, sampling: Sampling, positions: torch.Tensor) -> torch.Tensor:
-    """int64 `[rows]`: the token that each row of `logits` says.
+def choose(
+    logits: torch.Tensor, sampling: Sampling, positions: torch.Tensor, tokens: torch.Tensor | None = None
+) -> torch.Tensor:
+    """int64 `[rows]`: the column that each row of `logits` chooses; see `scores_of`.
 
     Raises:
         NonFinite: a logit is NaN or infinite; an argmax over it would be an arbitrary token.
     """
     if not bool(torch.isfinite(logits).all()):
         raise NonFinite("the model gave logits that are not finite; its weights or its dtype do not fit")
-    return scores_of(logits, sampling, positions).argmax(dim=-1)
+    return scores_of(logits, sampling, positions, tokens).argmax(dim=-1)
 
 
 def count_agreeing(candidates: list[int], choices: list[int]) -> int:

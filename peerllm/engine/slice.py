@@ -102,6 +102,8 @@ class ModelSlice(nn.Module):
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if self.is_last else None
         if self.embed is not None and self.head is not None and self.shape.is_tied:
             self.head.weight = self.embed.weight
+        self.head_tokens: torch.Tensor | None = None
+        """int64 `[rows of the head]`: their token ids, where the head is cut; None: row i is token i."""
         self._rotary = getattr(modeling, f"{family}RotaryEmbedding")(config=self.config)
         self._rotary_table: tuple[torch.Tensor, torch.Tensor] | None = None
         # 5.24 renamed the layers' `past_key_values` to `cache` and warns about the old name.
@@ -126,6 +128,13 @@ class ModelSlice(nn.Module):
             else:
                 names[name] = "model.embed_tokens.weight" if self.shape.is_tied else "lm_head.weight"
         return names
+
+    @property
+    def columns(self) -> int:
+        """Rows of the head, and so columns of its logits. The embedding has `shape.vocabulary`."""
+        if self.head is None:
+            raise RuntimeError("only the last slice has a head")
+        return self.head.weight.shape[0]
 
     @property
     def device(self) -> torch.device:
@@ -172,7 +181,8 @@ class ModelSlice(nn.Module):
 
         Args:
             inputs: token ids `[batch, rows]` on a first slice, else hidden states `[batch, rows, width]`.
-            view: where the rows stand; their keys and values are written. The cache is not advanced.
+            view: where the rows stand; their keys and values are written. The cache is not advanced. A `mask` of None
+                is for rows that see all rows before them and nothing else.
         """
         hidden = inputs if self.embed is None else self.embed(inputs)
         cos, sin = self.rotary_table

@@ -15,10 +15,11 @@ from peerllm.models.allowlist import check_folder
 from peerllm.models.cache import Progress, is_whole, no_progress
 from peerllm.models.checkpoint import Checkpoint
 from peerllm.models.description import ModelDescription, describe_folder
+from peerllm.models.drafts import is_draft
 from peerllm.models.identity import config_hash
 from peerllm.models.layout import range_tensors
 from peerllm.protocol import limits
-from peerllm.protocol.errors import BadRequest, ModelError, ModelMismatch, ModelNotFound
+from peerllm.protocol.errors import BadRequest, ModelError, ModelMismatch, ModelNotFound, ModelUnsupported
 from peerllm.protocol.identity import LayerRange, ModelIdentity
 from peerllm.protocol.requests import ModelInfo
 
@@ -44,6 +45,8 @@ def describe(
         return _describe_embedded(progress)
     path = _folder_named(model)
     if path is not None:
+        if is_draft(path):
+            raise ModelUnsupported(f"{path} is a draft, which needs its target: name it with --draft")
         return describe_folder(path, progress=progress)
     if not is_hub_id(model):
         raise ModelNotFound(f"{model} is no folder here, and no hub id (such as Qwen/Qwen2.5-7B-Instruct) either")

@@ -16,6 +16,8 @@ _SETTLE_TOKENS = 32
 _LONGEST_CHARACTER = 4
 """Bytes in UTF-8, and so the most tokens that one character is made of."""
 _REPLACEMENT = "\ufffd"
+_WORDS = "peerllm"
+"""Stands for a user's words in a chat template."""
 
 
 class Tokenizer:
@@ -90,25 +92,34 @@ class Tokenizer:
         """
         if not messages:
             raise BadRequest("there are no messages", param="messages")
-        if not self.has_chat_template:
-            raise BadRequest(
-                "this model has no chat template; use /v1/completions with a bare prompt", param="messages"
-            )
         known = "developer" in json.dumps(self._backend.chat_template)
         conversation = [
             # OpenAI's newer name for the system's role; few templates know it.
             {"role": "system" if each.role == "developer" and not known else each.role, "content": each.content}
             for each in messages
         ]
-        try:
-            text = self._backend.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # the template is a program of the model's: it may raise anything
-            raise BadRequest(f"the model's chat template refuses this: {str(error)[:500]}", param="messages") from error
+        text = self._chat_text(conversation)
         # The template writes the beginning-of-sequence token itself.
         tokens = self._encode(text, add_special_tokens=False)
         if not tokens:
             raise BadRequest("the model's chat template makes nothing of these messages", param="messages")
         return tokens
+
+    def user_turn(self) -> tuple[list[int], list[int]]:
+        """What the chat template puts before a user's words, and after them up to where the answer begins.
+
+        Raises:
+            BadRequest: no chat template, or one that does not say a user's words once and as they are.
+        """
+        text = self._chat_text([{"role": "user", "content": _WORDS}])
+        before, found, after = text.partition(_WORDS)
+        if not found or _WORDS in after:
+            raise BadRequest("the model's chat template changes a user's words", param="messages")
+        return self._encode(before, add_special_tokens=False), self._encode(after, add_special_tokens=False)
+
+    def is_special(self, token: int) -> bool:
+        """Whether the token is no text."""
+        return token in self._special
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of the tokens, without special ones."""
@@ -121,6 +132,16 @@ class Tokenizer:
     def token_map(self) -> dict[str, int]:
         """Token to id, added ones included."""
         return dict(self._backend.get_vocab())
+
+    def _chat_text(self, conversation: list[dict[str, str]]) -> str:
+        if not self.has_chat_template:
+            raise BadRequest(
+                "this model has no chat template; use /v1/completions with a bare prompt", param="messages"
+            )
+        try:
+            return self._backend.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # the template is a program of the model's: it may raise anything
+            raise BadRequest(f"the model's chat template refuses this: {str(error)[:500]}", param="messages") from error
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # `verbose` would warn beyond model_max_length; the caller knows the context and refuses by it.

@@ -7,12 +7,14 @@ from pathlib import Path
 import torch
 
 from peerllm.engine.drafting.base import Drafter, NoDrafter
+from peerllm.engine.drafting.distilled import load_distilled
 from peerllm.engine.drafting.graph import GraphDrafter
 from peerllm.engine.drafting.model import ModelDrafter
 from peerllm.engine.drafting.ngram import NgramDrafter
 from peerllm.engine.running import make_static
 from peerllm.engine.slice import ModelSlice, read_config
 from peerllm.engine.weights import Progress, load_weights
+from peerllm.models.drafts import is_draft
 from peerllm.models.tokenizer import Tokenizer
 from peerllm.protocol import limits
 from peerllm.protocol.errors import BadRequest, DraftMismatch
@@ -29,16 +31,18 @@ def build_drafter(
     dtype: torch.dtype,
     device: torch.device | str,
     path: str = "auto",
+    embedding: torch.Tensor | None = None,
     progress: Progress,
 ) -> Drafter:
     """The drafter that `spec` names, for the target model in the folder `target`.
 
     Args:
         path: one of `running.PATHS`.
+        embedding: the target's, for a draft that was made for it.
 
     Raises:
         BadRequest: `spec` is none of the three forms.
-        DraftMismatch: the draft model's tokenizer is another.
+        DraftMismatch: the draft model's tokenizer is another, or it was made for another target.
         ModelError: the draft model cannot be loaded.
     """
     if spec == "none":
@@ -48,10 +52,14 @@ def build_drafter(
     kind, _, folder = spec.partition(":")
     if kind != "model" or not folder:
         raise BadRequest(f"a draft is none, ngram or model:PATH; got {spec[:64]!r}", param="draft")
-    check_same_tokenizer(target, folder)
-    config = read_config(folder)
-    part = ModelSlice(config, LayerRange(0, config.num_hidden_layers))
-    load_weights(part, folder, dtype, device, progress, "reading the draft model")
+    part: ModelSlice
+    if is_draft(folder):
+        part = load_distilled(folder, target, dtype, device, embedding=embedding, progress=progress)
+    else:
+        check_same_tokenizer(target, folder)
+        config = read_config(folder)
+        part = ModelSlice(config, LayerRange(0, config.num_hidden_layers))
+        load_weights(part, folder, dtype, device, progress, "reading the draft model")
     # The last block may reach the context's end; a draft that ends earlier than the target would stop helping there.
     capacity = context + limits.MAX_CANDIDATES + 1
     part.prepare(capacity)

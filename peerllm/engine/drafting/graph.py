@@ -34,8 +34,8 @@ class GraphDrafter:
         self._static = static
         self._cache = static.cache
         part, device = static.part, static.part.device
-        columns = part.shape.vocabulary
-        self._columns = columns
+        columns = part.columns
+        self._embedded = part.shape.vocabulary
         self._state = SamplingState.make(static.cache.positions)
         self._chooser = make_chooser(static, max_rows=1, columns=columns, vocabulary=min(vocabulary, columns))
         self._logits = torch.zeros(1, columns, dtype=part.dtype, device=device)
@@ -64,7 +64,7 @@ class GraphDrafter:
 
     def propose(self, slot: int, tokens: list[int], limit: int, min_probability: float, sampling: Sampling) -> Proposal:
         limit = min(limit, self._cache.capacity - len(tokens), limits.MAX_CANDIDATES)
-        if limit <= 0 or max(tokens) >= self._columns:
+        if limit <= 0 or max(tokens) >= self._embedded:
             return Proposal([], [])
         if self._sampling[slot] != sampling:
             self._state.put(slot, sampling)

@@ -28,7 +28,8 @@ class ModelDrafter:
     def __init__(self, model: ModelSlice, cache: KvCache, vocabulary: int) -> None:
         self._model = model
         self._cache = cache
-        self._vocabulary = min(vocabulary, model.shape.vocabulary)
+        self._ids = model.head_tokens
+        self._vocabulary = min(vocabulary, model.columns) if self._ids is None else model.columns
         self._known: list[list[int]] = [[] for _ in range(cache.slots)]
 
     @property
@@ -53,13 +54,14 @@ class ModelDrafter:
             logits = self._model.logits(hidden[:, -1])[:, : self._vocabulary]
             position = torch.tensor([len(sequence)], device=logits.device)
             try:
-                token = int(choose(logits, sampling, position))
+                column = int(choose(logits, sampling, position, self._ids))
             except NonFinite:
                 # The text never depends on a draft; one that is broken drafts nothing.
                 break
-            probability = float(candidate_probability(logits, sampling)[0, token])
+            probability = float(candidate_probability(logits, sampling)[0, column])
             if probability < min_probability:
                 break
+            token = column if self._ids is None else int(self._ids[column])
             proposal.candidates.append(token)
             proposal.probabilities.append(probability)
             if len(proposal.candidates) == limit:

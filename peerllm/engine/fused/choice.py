@@ -57,11 +57,13 @@ def best_of_blocks(
     largest,  # float32 [rows, BLOCKS]: of the logits over temperature
     mass,  # float32 [rows, BLOCKS]: sum of exp(. - largest)
     bad,  # int32 [rows, BLOCKS]: logits that are NaN or +inf
+    ids,  # int32 [vocabulary]: the columns' tokens, ascending, where the head is cut
     vocabulary,
     rows_per_sequence,
     STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    HAS_IDS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     block = tl.program_id(0)
@@ -80,7 +82,8 @@ def best_of_blocks(
         position = (tl.load(positions + slot) + row % rows_per_sequence + 1).to(tl.uint32)
         key0 = tl.load(seeds + slot * 2).to(tl.uint32)
         key1 = tl.load(seeds + slot * 2 + 1).to(tl.uint32)
-        word = _philox_word(token, position, key0, key1)
+        target_token = tl.load(ids + token, mask=is_token, other=0) if HAS_IDS else token
+        word = _philox_word(target_token, position, key0, key1)
         uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994039535522)
         score = raw - tl.log(_minus_log1p_of_minus(uniform))
     score = tl.where(is_token, score, float("-inf"))
@@ -154,7 +157,9 @@ def advance_draft(
     step,  # int32 [1]
     candidates,  # int32 [steps]
     probabilities,  # float32 [steps]; NaN where logits are not finite
-    STRIDE: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+    ids,
+    STRIDE: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr, HAS_IDS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(IS_DEPENDENT)
     dependents_may_start(IS_DEPENDENT)
@@ -172,6 +177,8 @@ def advance_draft(
     probability = tl.exp(own - top) / total
     is_bad = tl.sum(tl.load(bad + offs, mask=is_block, other=0), axis=0) > 0
     at = tl.load(step)
+    if HAS_IDS:
+        choice = tl.load(ids + choice)
     tl.store(candidates + at, choice)
     tl.store(probabilities + at, tl.where(is_bad, float("nan"), probability))
     tl.store(token, choice.to(tl.int64))
