@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -26,12 +27,15 @@ class PeerFailed(Exception):
 class LabPeer:
     """One end. `states` are (state, seconds of the monotonic clock, epoch), as they came."""
 
-    def __init__(self, lab: Lab, host: str, name: str, options: dict[str, Any]) -> None:
+    def __init__(
+        self, lab: Lab, host: str, name: str, options: dict[str, Any], environment: dict[str, str] | None = None
+    ) -> None:
         self.process: subprocess.Popen[str] = lab.start(
             *(host, sys.executable, "-m", "tests.lab.peer", name, json.dumps(options)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env=os.environ | (environment or {}),
         )
         self.states: list[tuple[str, float, int]] = []
         self.has_room = True
@@ -95,11 +99,18 @@ class LabPeer:
 
 
 class Peers:
-    """`left`, on host a, controls; `right` is on host b."""
+    """`left`, on host a, controls; `right` is on host b. Both have `environment` beside this process's."""
 
-    def __init__(self, lab: Lab, *, left: dict[str, Any] | None = None, right: dict[str, Any] | None = None) -> None:
-        self.left = LabPeer(lab, "a", "left", left or {})
-        self.right = LabPeer(lab, "b", "right", right if right is not None else left or {})
+    def __init__(
+        self,
+        lab: Lab,
+        *,
+        left: dict[str, Any] | None = None,
+        right: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.left = LabPeer(lab, "a", "left", left or {}, environment)
+        self.right = LabPeer(lab, "b", "right", right if right is not None else left or {}, environment)
         self.left.begin(self.right)
         self.right.begin(self.left)
 

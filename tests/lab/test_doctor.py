@@ -61,6 +61,7 @@ def test_the_kind_of_nat_is_told_with_what_it_means(nats: tuple[str, str]) -> No
             assert ("no UDP out" in advice) is is_blocked
 
 
+@pytest.mark.full
 def test_a_network_without_a_way_to_the_server_ends_in_time_with_the_cause() -> None:
     with Lab(rtt_ms=20, nat=("port-preserving", "none")) as lab:
         start_signaling(lab)

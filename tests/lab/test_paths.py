@@ -16,7 +16,7 @@ BEHIND_A_NAT = ("port-preserving", "symmetric", "udp-blocked")
 MATRIX = [
     *((left, right) for left in BEHIND_A_NAT for right in BEHIND_A_NAT),
     ("none", "symmetric"),
-    ("symmetric", "none"),
+    pytest.param("symmetric", "none", marks=pytest.mark.full),
 ]
 """Both orders: the left side controls ICE, and with one of them the other's check comes first."""
 
