@@ -107,9 +107,11 @@ class Comparison:
 
 
 def rounded(reference: Engine, dtype: torch.dtype) -> Engine:
-    """The float32 engine with weights rounded to `dtype`: so distances are of the arithmetic alone."""
-    for parameter in reference.part.parameters():
-        parameter.data = parameter.data.to(dtype).to(torch.float32)
+    """The float32 engine with weights rounded to `dtype`: so distances are of the arithmetic alone. int8 weights and
+    their scales are the same in all dtypes."""
+    for name, parameter in reference.part.named_parameters():
+        if parameter.dtype == torch.float32 and not name.endswith("scales"):
+            parameter.data = parameter.data.to(dtype).to(torch.float32)
     return reference
 
 

@@ -76,28 +76,34 @@ def test_after_1000_random_rewinds_float32_logits_are_those_of_the_modules(folde
 
 @torch.inference_mode()
 @pytest.mark.parametrize(
-    ("family", "dtype"),
-    [("llama", "float16"), ("mistral", "bfloat16"), ("qwen2", "float16"), ("qwen3", "float16")],
+    ("family", "dtype", "weights"),
+    [
+        ("llama", "float16", "unquantised"),
+        ("mistral", "bfloat16", "unquantised"),
+        ("qwen2", "float16", "int8"),
+        ("qwen2", "float16", "unquantised"),
+        ("qwen3", "float16", "unquantised"),
+    ],
 )
-def test_after_1000_random_rewinds_half_precision_is_as_near_to_float32_as_the_modules(folders, family, dtype):
+def test_after_1000_random_rewinds_half_precision_is_as_near_to_float32_as_the_modules(folders, family, dtype, weights):
     folder, _ = folders(family)
     layers, kind = LayerRange(0, 4), getattr(torch, dtype)
-    engines = [_engine(folder, layers, each, dtype=dtype) for each in (*PATHS, "eager")]
-    engines.append(rounded(_engine(folder, layers, "eager", dtype="float32"), kind))
+    engines = [_engine(folder, layers, each, dtype=dtype, weights=weights) for each in (*PATHS, "eager")]
+    engines.append(rounded(_engine(folder, layers, "eager", dtype="float32", weights=weights), kind))
     found = [Comparison(kind) for _ in PATHS]
     for *ours, eager, reference in random_rewinds(engines, REWINDS, seed=11):
         for comparison, logits in zip(found, ours, strict=True):
             comparison.add(logits, eager, reference)
     for path, comparison in zip(PATHS, found, strict=True):
-        print(f"{path} {family} {dtype} {comparison.words()}")
+        print(f"{path} {family} {dtype} {weights} {comparison.words()}")
     assert [comparison.faults() for comparison in found] == [[] for _ in PATHS]
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("path", ["fused"])
 def test_a_row_is_the_same_bit_for_bit_alone_and_in_any_narrow_block(folders, path):
-    for family in ("llama", "qwen3"):
-        engine = _engine(folders(family)[0], LayerRange(0, 4), path)
+    for family, weights in (("llama", "unquantised"), ("qwen3", "unquantised"), ("qwen2", "int8")):
+        engine = _engine(folders(family)[0], LayerRange(0, 4), path, weights=weights)
         rng = random.Random(2)
         prompt = torch.tensor([rng.randrange(300) for _ in range(100)], device="cuda")
         tokens = [rng.randrange(300) for _ in range(13)]

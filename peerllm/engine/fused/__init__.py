@@ -1,5 +1,7 @@
 """The fused path for the block that Llama, Qwen2, Qwen2.5, Qwen3 and Mistral share: Triton kernels, five a layer.
 
+    int8_matmul products with int8 weights, on the integer matrix units
+    tilings     how products are cut up
     matmul      products with the norm before them and the residual, bias or SwiGLU after them
     attention   rotary embedding, cache write and split-KV attention over grouped heads, in one kernel
     choice      noise, argmax, the verdict, the draft's next step
@@ -20,6 +22,8 @@ from peerllm.engine.slice import ModelSlice
 
 _LOWEST_CAPABILITY = (8, 0)
 _DEPENDENT_CAPABILITY = (9, 0)
+_HOPPER_SHARED_BYTES, _LEAST_SHARED_BYTES = 227 << 10, 99 << 10
+"""Of sm_90, and the least of sm_80 and later."""
 _HEAD_DIMS = (32, 64, 128)
 
 
@@ -35,6 +39,15 @@ def has_dependent_launch(device: torch.device | str) -> bool:
     """Whether a kernel may come up while the one before it finishes (sm_90 and later)."""
     device = torch.device(device)
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _DEPENDENT_CAPABILITY
+
+
+def shared_memory(device: torch.device | str) -> int:
+    """Bytes of shared memory that one program may have."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return _HOPPER_SHARED_BYTES
+    known = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+    return int(known) or (_HOPPER_SHARED_BYTES if has_dependent_launch(device) else _LEAST_SHARED_BYTES)
 
 
 def supports(part: ModelSlice) -> bool:

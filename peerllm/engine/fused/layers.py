@@ -14,28 +14,19 @@ import torch
 from torch import nn
 
 from peerllm.engine.cache import KvCache
-from peerllm.engine.fused import attention, matmul, rows
+from peerllm.engine.fused import attention, int8_matmul, matmul, rows, shared_memory
+from peerllm.engine.fused.tilings import INT8_PARTS, TILINGS, Tiling, default_tiling, int8_tiling
 from peerllm.engine.int8 import is_quantised
 from peerllm.engine.slice import ModelSlice
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """How one product is cut up: columns and depth of a tile, warps, loads in flight, parts of the depth."""
-
-    block_n: int
-    block_k: int
-    warps: int
-    stages: int
-    parts: int = 1
-
 
 NARROW = 16
 """Rows of a tile of the matrix units: up to so many cost the same."""
 _NARROW_INT8 = 128
 """The library has no product of int8 weights with float16 rows: ours serves up to so many, and wider blocks widen the
 weights first."""
-_TILING_INT8 = Tiling(64, 64, 4, 3)
+INT8_KERNELS = ("planes", "bits")
+"""planes: activations become integers, `int8_matmul`. bits: weights become float16's bits in `matmul`."""
+_TILING_BITS = Tiling(64, 64, 4, 3)
 """Of blocks with more than NARROW rows."""
 _TILE = 16
 _MOST_PARTS = 8
@@ -43,31 +34,6 @@ _SHORT = 65
 """Rows of the largest block that is judged; chunks of a prompt have more."""
 _MOST_DEPENDENT_BYTES = 64 << 20
 """Layers larger than this gain nothing from dependent launch: measured 2 percent slower with it."""
-
-
-TILINGS: dict[tuple[int, int, bool], Tiling] = {
-    (1152, 896, False): Tiling(16, 1024, 4, 2),
-    (896, 896, False): Tiling(16, 256, 4, 4),
-    (4864, 896, True): Tiling(32, 128, 2, 4),
-    (896, 4864, False): Tiling(16, 256, 4, 3, parts=8),
-    (151936, 896, False): Tiling(64, 128, 2, 3),
-    (4608, 3584, False): Tiling(64, 128, 2, 5, parts=2),
-    (3584, 3584, False): Tiling(32, 128, 4, 8),
-    (18944, 3584, True): Tiling(32, 128, 2, 2),
-    (3584, 18944, False): Tiling(32, 512, 4, 4),
-    (152064, 3584, False): Tiling(32, 128, 2, 6),
-}
-"""(columns, depth, whether gated) to what was measured best on an H200; others get `default_tiling`."""
-
-
-def default_tiling(columns: int, depth: int, *, is_gated: bool) -> Tiling:
-    """Small matrices need many programs to have enough loads in flight, large ones need large tiles."""
-    if is_gated:
-        return Tiling(32, 128, 2, 4)
-    if columns * depth > 1 << 25:
-        return Tiling(32, 128, 2, 6)
-    parts = 4 if depth >= 4 * columns else 1
-    return Tiling(16, 256 if depth % 256 == 0 else 128, 4, 4, parts=parts)
 
 
 def _power_of_two(value: int) -> int:
@@ -147,12 +113,20 @@ class FusedSlice:
         max_batch: sequences in one forward.
         max_rows: rows of all sequences of one forward together.
         is_dependent: programmatic dependent launch, on sm_90 and later.
+        int8_kernel: one of `INT8_KERNELS`, for int8 weights.
     """
 
     is_bound_to_slot = False
 
     def __init__(
-        self, part: ModelSlice, cache: KvCache, *, max_rows: int, max_batch: int = 1, is_dependent: bool = False
+        self,
+        part: ModelSlice,
+        cache: KvCache,
+        *,
+        max_rows: int,
+        max_batch: int = 1,
+        is_dependent: bool = False,
+        int8_kernel: str = INT8_KERNELS[0],
     ) -> None:
         self.part = part
         self.cache = cache
@@ -183,6 +157,13 @@ class FusedSlice:
         largest = max(shape.intermediate * 2, self._qkv_width) * shape.width if is_quantised(part) else 0
         self._unquantised = buffer(largest)
         self._narrow = min(max_rows, _NARROW_INT8) if is_quantised(part) else NARROW
+        self._shared = shared_memory(device)
+        self._has_planes = is_quantised(part) and int8_kernel == "planes"
+        # float32 has more digits than two planes.
+        self._plane_count = 3 if self._is_fp32 else 2
+        depth = max(shape.intermediate, shape.width, shape.heads * shape.head_dim) if self._has_planes else 0
+        self._planes = buffer(self._plane_count, _NARROW_INT8 * depth, of=torch.int8)
+        self._steps = buffer(_NARROW_INT8, of=torch.float32)
         self._sums = [buffer(max(NARROW, self._narrow), self._sums_stride, of=torch.float32) for _ in range(2)]
         self._sum_count = 1
         # Enough programs for every multiprocessor at a thousand positions; longer caches take longer splits.
@@ -191,7 +172,8 @@ class FusedSlice:
         self._splits = -(-cache.capacity // self._split)
         # Batches of up to NARROW rows together, or of one row each.
         parts = max(min(NARROW, max_rows), max_batch) * shape.heads * self._splits
-        self._product_partial = buffer(_MOST_PARTS, NARROW, max(shape.width, self._qkv_width), of=torch.float32)
+        partial_rows = max(_MOST_PARTS * NARROW, INT8_PARTS * _NARROW_INT8 if self._has_planes else 0)
+        self._product_partial = buffer(partial_rows, max(shape.width, self._qkv_width) + 128, of=torch.float32)
         self._product_arrived = buffer(max(shape.width, self._qkv_width), of=torch.int32)
         self._partial = buffer(parts, shape.head_dim, of=torch.float32)
         self._partial_max = buffer(parts, of=torch.float32)
@@ -302,22 +284,67 @@ class FusedSlice:
         sums_out: int | None = None,
         is_gated: bool = False,
     ) -> None:
+        if self._has_planes and weight.scales is not None:
+            self._int8_matmul(x, weight, out, count, norm=norm, sums_out=sums_out, is_gated=is_gated)
+            return
         values = weight.values
         depth = values.shape[1]
         columns = values.shape[0] // 2 if is_gated else values.shape[0]
         tiling = TILINGS.get((columns, depth, is_gated)) or default_tiling(columns, depth, is_gated=is_gated)
         if count > NARROW:
-            tiling = _TILING_INT8
+            tiling = _TILING_BITS
+        block_m = max(NARROW, _power_of_two(count))
+        # A tile of both, as they are in memory.
+        bytes_each = block_m * x.element_size() + tiling.block_n * values.element_size() * (2 if is_gated else 1)
+        tiling = tiling.fitted(bytes_each, self._shared)
         blocks = -(-columns // tiling.block_n)
         matmul.block_matmul[(blocks, tiling.parts)](
             x, values, weight.scales, weight.bias, norm,
             None if sums_in is None else self._sums[sums_in],
             None if sums_out is None else self._sums[sums_out],
             out, self._product_partial, self._product_arrived, count, columns, self._sum_count, self._eps,
-            K=depth, BLOCK_M=max(NARROW, _power_of_two(count)), BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
+            K=depth, BLOCK_M=block_m, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
             SUMS=_power_of_two(self._sum_count), SUMS_STRIDE=self._sums_stride, PARTS=tiling.parts,
             HAS_NORM=norm is not None, HAS_BIAS=weight.bias is not None, HAS_RESIDUAL=sums_out is not None,
             IS_GATED=is_gated, IS_INT8=weight.scales is not None, IS_FP32=self._is_fp32,
+            IS_DEPENDENT=self.is_dependent, num_warps=tiling.warps, num_stages=tiling.stages,
+            launch_pdl=self.is_dependent,
+        )  # fmt: skip
+        if sums_out is not None:
+            self._sum_count = blocks
+
+    def _int8_matmul(
+        self,
+        x: torch.Tensor,
+        weight: _Weight,
+        out: torch.Tensor,
+        count: int,
+        *,
+        norm: torch.Tensor | None,
+        sums_out: int | None,
+        is_gated: bool,
+    ) -> None:
+        depth = weight.values.shape[1]
+        columns = weight.values.shape[0] // 2 if is_gated else weight.values.shape[0]
+        stride = self._planes.shape[1]
+        padded = _power_of_two(depth)
+        int8_matmul.split_rows[(count,)](
+            x, norm, self._planes, self._steps, stride, self._eps,
+            K=depth, PADDED=padded, PLANES=self._plane_count, HAS_NORM=norm is not None,
+            IS_DEPENDENT=self.is_dependent, num_warps=min(16, max(4, padded // 1024)), launch_pdl=self.is_dependent,
+        )  # fmt: skip
+        block_m = max(NARROW, _power_of_two(count))
+        tiling = int8_tiling(columns, depth, block_m, is_gated=is_gated)
+        bytes_each = block_m * self._plane_count + tiling.block_n * (2 if is_gated else 1)
+        tiling = tiling.fitted(bytes_each, self._shared)
+        blocks = -(-columns // tiling.block_n)
+        int8_matmul.int8_matmul[(blocks, tiling.parts)](
+            self._planes, self._steps, weight.values, weight.scales, weight.bias,
+            None if sums_out is None else self._sums[sums_out],
+            out, self._product_partial, self._product_arrived, stride, count, columns,
+            K=depth, BLOCK_M=block_m, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
+            SUMS_STRIDE=self._sums_stride, PARTS=tiling.parts, PLANES=self._plane_count,
+            HAS_BIAS=weight.bias is not None, HAS_RESIDUAL=sums_out is not None, IS_GATED=is_gated,
             IS_DEPENDENT=self.is_dependent, num_warps=tiling.warps, num_stages=tiling.stages,
             launch_pdl=self.is_dependent,
         )  # fmt: skip

@@ -103,7 +103,7 @@ def block_matmul(
             tile_up = _weights(w + n.to(tl.int64) * K, offs_n, offs_k, n, K, K, EVEN_K, IS_INT8, dtype)
             total_up = tl.dot(rows_in, tile_up, total_up, input_precision=precision)
     if PARTS == 1:
-        _finish(
+        finish(
             total, total_up if IS_GATED else total, scales, bias, sums_out, out, block, offs_m, offs_n, is_row, n,
             SUMS_STRIDE, HAS_BIAS, HAS_RESIDUAL, IS_GATED, IS_INT8, dtype,
         )  # fmt: skip
@@ -121,14 +121,14 @@ def block_matmul(
                 total += tl.load(
                     place + each * BLOCK_M * BLOCK_N, mask=is_row[:, None], other=0.0, cache_modifier=".cg"
                 )
-            _finish(
+            finish(
                 total, total, scales, bias, sums_out, out, block, offs_m, offs_n, is_row, n,
                 SUMS_STRIDE, HAS_BIAS, HAS_RESIDUAL, IS_GATED, IS_INT8, dtype,
             )  # fmt: skip
 
 
 @triton.jit
-def _finish(
+def finish(
     total, total_up, scales, bias, sums_out, out, block, offs_m, offs_n, is_row, n,
     SUMS_STRIDE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_GATED: tl.constexpr,
     IS_INT8: tl.constexpr, dtype: tl.constexpr,

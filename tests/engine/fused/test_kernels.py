@@ -27,7 +27,12 @@ pytestmark = [
 
 @pytest.mark.parametrize(
     ("family", "weights", "dtype"),
-    [("llama", "unquantised", "float32"), ("qwen3", "int8", "float32"), ("qwen2", "int8", "float16")],
+    [
+        ("llama", "unquantised", "float32"),
+        ("qwen3", "int8", "float32"),
+        ("qwen2", "int8", "float16"),
+        ("qwen2", "int8 bits", "float16"),
+    ],
 )
 def test_blocks_of_any_width_after_rewinds_with_poison_past_the_position(family, weights, dtype, tmp_path):
     """In a process of its own: the interpreter is chosen before Triton is imported."""
@@ -46,6 +51,7 @@ def check(family: str, weights: str, dtype: str, root: str) -> None:
 
     from peerllm.engine.codec import DTYPES
     from peerllm.engine.fused import layers
+    from peerllm.engine.fused.tilings import TILINGS_INT8
     from peerllm.engine.slice import ModelSlice, read_config
     from peerllm.engine.weights import load_weights
     from peerllm.protocol.identity import LayerRange
@@ -54,13 +60,15 @@ def check(family: str, weights: str, dtype: str, root: str) -> None:
     torch.set_num_threads(1)
     folder = tiny_models.make_model(Path(root) / "model", family, layers=2, hidden=128, heads=4, kv_heads=2)
     part = ModelSlice(read_config(folder), LayerRange(0, 2))
+    weights, _, kernel = weights.partition(" ")
     load_weights(part, folder, DTYPES[dtype], "cpu", lambda stage, fraction: None, weights=weights)
     part.prepare(160)
     reference = part.make_cache(slots=1, capacity=160)
     cache = part.make_cache(slots=3, capacity=160)
     # One product in parts, so that their sum is checked too.
     layers.TILINGS[128, 256, False] = layers.Tiling(16, 64, 4, 2, parts=4)
-    fused = layers.FusedSlice(part, cache, max_rows=48, max_batch=3)
+    TILINGS_INT8[128, 256, False, 16] = layers.Tiling(16, 64, 4, 2, parts=4)
+    fused = layers.FusedSlice(part, cache, max_rows=48, max_batch=3, int8_kernel=kernel or "planes")
     logits = torch.zeros(48, part.shape.vocabulary, dtype=part.dtype)
     rng = random.Random(1)
     tokens: list[int] = []
@@ -79,7 +87,22 @@ def check(family: str, weights: str, dtype: str, root: str) -> None:
         expected = part.logits(part(torch.tensor([tokens]), reference.view([0], len(tokens))))[0, keep:]
         difference = float((logits[:rows] - expected).abs().max())
         assert difference < TOLERANCE[dtype], (rows, keep, difference)
+    _check_rows_alone(fused, tokens)
     _check_batch(fused, part, reference, tokens, TOLERANCE[dtype])
+
+
+def _check_rows_alone(fused, tokens: list[int]) -> None:
+    """A row of a narrow block is what it is alone, bit for bit."""
+    fused.slots.fill_(1)
+
+    def run(at: int, block: list[int]) -> torch.Tensor:
+        fused.cache.positions[1] = at
+        fused.tokens[: len(block)] = torch.tensor(block)
+        return fused.forward(len(block)).clone()
+
+    together = run(30, tokens[30:35])
+    alone = torch.cat([run(30 + index, [token]) for index, token in enumerate(tokens[30:35])])
+    assert torch.equal(together, alone)
 
 
 def _check_batch(fused, part, reference, tokens: list[int], tolerance: float) -> None:
