@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import structlog
 from aiortc import (
     RTCCertificate,
+    RTCDtlsParameters,
     RTCDtlsTransport,
     RTCIceGatherer,
     RTCIceTransport,
@@ -49,6 +50,7 @@ _PROBE_INFO = 1
 """The heartbeat's one parameter (RFC 9260 section 3.3.5)."""
 _PROBE_AFTER_SECONDS = (0.0, 1.0, 4.0)
 _SLICE_SECONDS = 0.004
+_CANCEL_AGAIN_SECONDS = 0.02
 
 log = structlog.get_logger(__name__)
 
@@ -67,6 +69,14 @@ def ice_transport(connection: IceConnection) -> RTCIceTransport:
     return RTCIceTransport(gatherer)
 
 
+async def _end(task: asyncio.Task[None]) -> None:
+    """Cancels until it has ended. Before Python 3.12, `asyncio.wait_for`, with which aiortc's handshake waits for
+    datagrams, forgets a cancellation that comes together with one."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=_CANCEL_AGAIN_SECONDS)
+
+
 class DtlsTransport(RTCDtlsTransport):  # type: ignore[misc]
     """aiortc's handshake; then, for our SCTP, a way for data without a queue, a coroutine and a task switch."""
 
@@ -76,6 +86,15 @@ class DtlsTransport(RTCDtlsTransport):  # type: ignore[misc]
         self._take: Callable[[bytes], None] | None = None
         self._sent = [0, 0]
         self._received = [0, 0]
+
+    async def start(self, remoteParameters: RTCDtlsParameters) -> None:
+        """As aiortc's, and a cancellation ends it."""
+        handshake = asyncio.create_task(super().start(remoteParameters))
+        try:
+            await asyncio.wait([handshake])
+        finally:
+            await _end(handshake)
+        handshake.result()
 
     def go_direct(self, connection: IceConnection, take: Callable[[bytes], None]) -> None:
         """From now on `take` gets each decrypted packet as its datagram arrives."""
@@ -131,8 +150,9 @@ class DtlsTransport(RTCDtlsTransport):  # type: ignore[misc]
         await super().stop()
         self._take = None
         if task is not None:
-            with contextlib.suppress(asyncio.CancelledError, ConnectionError):
-                await task
+            await _end(task)
+            if not task.cancelled():
+                task.exception()  # seen: the stack is gone, for whatever reason
 
 
 class StockSctpTransport(RTCSctpTransport):  # type: ignore[misc]

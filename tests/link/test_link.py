@@ -237,16 +237,32 @@ async def test_a_callback_that_raises_harms_nobody(pair: Pair) -> None:
         assert await pair.right.link.receive() == b"still here"
 
 
-async def test_closing_in_the_middle_of_connecting_leaves_nothing_behind() -> None:
-    for index in range(60):
+async def test_closing_in_the_middle_of_connecting_leaves_nothing_behind_and_takes_no_time() -> None:
+    begun = time.monotonic()
+    pair = Pair()
+    await pair.start()
+    took = time.monotonic() - begun
+    await pair.close()
+    stages: set[LinkState] = set()
+    for index in range(100):
         pair = Pair()
         starting = asyncio.gather(pair.left.link.start(), pair.right.link.start(), return_exceptions=True)
-        for _ in range(index):  # a little further each time, until it is UP
-            await asyncio.sleep(0)
+        if index == 99:
+            await starting
+        elif index % 2:
+            for _ in range(index):  # a little further each time: the first steps wait for nothing
+                await asyncio.sleep(0)
+        else:
+            await asyncio.sleep(took * index / 90)
+        stages |= {pair.left.link.state, pair.right.link.state}
+        begun = time.monotonic()
         async with asyncio.timeout(limits.LINK_CLOSE_SECONDS + 1):
             await pair.close()
+        # A close that waits for its own bound has left something to end by itself.
+        assert time.monotonic() - begun < limits.LINK_CLOSE_SECONDS * 0.8, (index, stages)
         async with asyncio.timeout(SECONDS):
             await starting
+    assert {LinkState.SIGNALING, LinkState.ICE, LinkState.UP} <= stages
 
 
 async def test_many_small_messages_a_second_do_not_pile_up() -> None:

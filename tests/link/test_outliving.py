@@ -188,7 +188,7 @@ async def test_many_reconnects_leave_tasks_descriptors_and_memory_where_they_wer
         gc.collect()
         tasks, descriptors = len(asyncio.all_tasks()), open_descriptors()
         memory, _ = tracemalloc.get_traced_memory()
-        for _ in range(40):
+        for _ in range(100):
             await reconnect()
         gc.collect()
         after, _ = tracemalloc.get_traced_memory()
