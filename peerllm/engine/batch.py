@@ -148,6 +148,7 @@ class BatchDecoder:
         self._texts = numpy.zeros((slots, capacity), dtype=numpy.int32)
         self._lengths = numpy.zeros(slots, dtype=numpy.int64)
         self._is_running = numpy.zeros(slots, dtype=bool)
+        self._has_shared = numpy.ones(slots, dtype=bool)
         with torch.inference_mode():
             self._replay: Replay = GraphPool(device).capture(self._advance)
             self._take_in_shared()
@@ -202,7 +203,10 @@ class BatchDecoder:
         for slot, prompt in zip(slots, prompts, strict=True):
             if not 0 < len(prompt) < self.capacity:
                 raise ContextTooLong(f"a prompt of {len(prompt)} tokens; from 1 to {self.capacity - 1} fit")
-            kept = len(self.shared) if list(prompt[: len(self.shared)]) == self.shared else 0
+            is_alike = self._has_shared[slot] and list(prompt[: len(self.shared)]) == self.shared
+            # Another beginning overwrites the shared rows of its slot.
+            self._has_shared[slot] = is_alike
+            kept = len(self.shared) if is_alike else 0
             place = min(kept, len(prompt) - 1)
             tokens.append(prompt[place])
             places.append(place)

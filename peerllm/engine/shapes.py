@@ -17,19 +17,24 @@ _QWEN = {
     "qwen2.5-3b": (2048, 11008, 36, 16, 2, 151936, True),
     "qwen2.5-7b": (3584, 18944, 28, 28, 4, 152064, False),
     "qwen2.5-tiny": (256, 512, 4, 4, 2, 2048, True),
+    # As wide as 7B, so that the link carries what it carries of that one, and little work.
+    "qwen2.5-7b-thin": (3584, 512, 2, 28, 4, 2048, False),
 }
-NAMES = tuple(_QWEN)
+_LLAMA = {"smollm2-135m": (576, 1536, 30, 9, 3, 49152, True)}
+NAMES = (*_QWEN, *_LLAMA)
 _STD = 0.02
 
 
 def named_config(name: str) -> Any:
     """transformers' configuration of a named shape. Raises BadRequest for an unknown name."""
-    from transformers import Qwen2Config
+    from transformers import LlamaConfig, Qwen2Config
 
-    if name not in _QWEN:
+    shapes = _QWEN | _LLAMA
+    if name not in shapes:
         raise BadRequest(f"shape {name[:32]!r} is not one of {', '.join(NAMES)}", param="shape")
-    hidden, inner, layers, heads, kv_heads, vocabulary, is_tied = _QWEN[name]
-    return Qwen2Config(
+    hidden, inner, layers, heads, kv_heads, vocabulary, is_tied = shapes[name]
+    kind = LlamaConfig if name in _LLAMA else Qwen2Config
+    return kind(
         hidden_size=hidden,
         intermediate_size=inner,
         num_hidden_layers=layers,

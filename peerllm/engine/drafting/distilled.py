@@ -70,7 +70,7 @@ def load_distilled(
         ModelError: damaged, or `target` lacks its embedding.
     """
     folder = Path(folder)
-    draft = check_target(folder, target, partial(progress, "hashing the target"))
+    draft = check_target(folder, target, progress)
     config, whole = read_config(folder), read_config(target)
     if (config.hidden_size, config.vocab_size) != (whole.hidden_size, whole.vocab_size):
         raise DraftMismatch(f"{folder} has another width or vocabulary than its target")
