@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from peerllm.link.bench import SMALLEST, quantile
+from tests.e2e.outliving import DISTURBANCES, QUESTION, Streaming, lab_room
 from tests.lab.net import NATS, PING_SECONDS, Lab
 from tests.lab.peers import Peers
 from tests.lab.servers import STUN, relay, start_signaling
+from tests.tiny_models import make_model
 
 RTT_MS = 80.0
 CELLS: dict[str, dict[str, float]] = {
@@ -174,6 +176,26 @@ def recovery(samples: int) -> None:
         peers.close()
 
 
+def outliving(samples: int) -> None:
+    """What tests/e2e/test_outliving.py does to a 300-token answer, and how long its reader then waits."""
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder), "llama")
+        with lab_room(Path(folder), rtt_ms=RTT_MS) as room:
+            undisturbed = room.first.complete(**QUESTION)["text"]
+            for name, (asker, disturb) in DISTURBANCES.items():
+                took = []
+                for _ in range(max(3, samples // 40)):
+                    answer = Streaming(getattr(room, asker))
+                    goes_on = disturb(room)
+                    if answer.finish(180) != undisturbed:
+                        raise AssertionError(f"{name}: the text is another")
+                    took.append(answer.seconds_to_next(goes_on))
+                    for daemon in (room.first, room.second):
+                        daemon.wait_well()
+                median = quantile(took, 0.5)
+                print(f"{name}: next token after {median:.2f} s in the median, {max(took):.2f} s at most", flush=True)
+
+
 def cpu(samples: int) -> None:
     """Seconds of CPU for a megabyte, both ends, ours and stock, in one lab."""
     used = {}
@@ -199,6 +221,7 @@ ALL: dict[str, Callable[[int], None]] = {
     "paths": paths,
     "share": share,
     "recovery": recovery,
+    "outliving": outliving,
     "cpu": cpu,
 }
 
