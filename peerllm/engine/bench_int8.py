@@ -224,6 +224,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shape", default="qwen2.5-7b", choices=NAMES)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--stage", default="all", choices=("all", "compile", "time"), help="compile alone, or time alone"
+    )
     parser.add_argument("--compiler", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
@@ -238,8 +241,11 @@ def main(arguments: list[str] | None = None) -> None:
             torch.cuda.synchronize(device)
             return
         began = time.monotonic()
-        _compile_all(options)
-        print(f"compiled in {time.monotonic() - began:.1f} s", flush=True)
+        if options.stage != "time":
+            _compile_all(options)
+            print(f"compiled in {time.monotonic() - began:.1f} s", flush=True)
+        if options.stage == "compile":
+            return
         best = {}
         for product, tile in work:
             best[product.columns, product.depth, product.is_gated, tile] = bench.best(product, tile)

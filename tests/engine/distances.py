@@ -34,12 +34,16 @@ class Distance:
     def add(self, logits: torch.Tensor, reference: torch.Tensor) -> None:
         """`[rows, vocabulary]` each, float32."""
         difference = (logits - reference).abs()
-        self.worst = max(self.worst, float(difference.max()))
-        self.squares += float(difference.double().square().sum())
-        self.count += difference.numel()
         chosen = logits.argmax(-1, keepdim=True)
         gaps = reference.max(-1).values - reference.gather(-1, chosen)[:, 0]
-        self.otherwise += gaps[gaps > 0].tolist()
+        # One copy to the host.
+        found = torch.cat((difference.max()[None], difference.square().sum()[None], gaps)).tolist()
+        worst, squares, *gap = found
+        # max() would pass over a NaN that comes second.
+        self.worst = worst if worst != worst else max(self.worst, worst)
+        self.squares += squares
+        self.count += difference.numel()
+        self.otherwise += [each for each in gap if each > 0]
 
     @property
     def rms(self) -> float:
