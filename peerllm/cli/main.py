@@ -25,12 +25,13 @@ COMMANDS = {
     "models": "list the models on this machine",
     "bench": "measure: the link between two machines, or two whole daemons on this one",
     "doctor": "find what keeps this machine, or two of them, from working well",
+    "distill": "make a draft model for a target, out of the target alone",
     "completion": "print the shell's completion of commands and room codes",
     "demo": "two peers on this machine: ask, compare, measure",
 }
 """Each is a module of this package, with `add_arguments(parser)` and `run(args) -> exit status`."""
 
-_WITHOUT_SOCKET = ("bench", "demo", "rooms", "completion")
+_WITHOUT_SOCKET = ("bench", "distill", "demo", "rooms", "completion")
 """Commands that ask no daemon; the demo's own have sockets of their own."""
 
 EXIT_FAILED = 1

@@ -61,7 +61,7 @@ def test_a_draft_of_all_layers_is_right_exactly_where_its_head_has_the_token(tin
     plain = Pair.load(model.folder, context=200)
     answers = [plain.generate(prompt, 16, 0, how).tokens for prompt in model.prompts[:2]]
     said = sorted({token for answer in answers for token in answer})
-    tokens = said[::2] + [299]
+    tokens = [*said[::2], 299]
     draft = whole_draft(tmp_path / "draft", model.folder, sorted(set(tokens)))
     pair = Pair.load(model.folder, context=200, path=path, draft=f"model:{draft}")
     wrong = 0
@@ -146,7 +146,7 @@ def test_a_draft_that_lacks_a_tensor_or_its_folder_is_refused(tiny, tmp_path):
     tensors = load_file(str(draft / "model.safetensors"))
     del tensors[drafts.HEAD_ROWS]
     save_file(tensors, str(draft / "model.safetensors"))
-    with pytest.raises(ModelError, match="draft.head.weight"):
+    with pytest.raises(ModelError, match=r"draft\.head\.weight"):
         drafts.check_draft(draft)
     with pytest.raises(ModelNotFound):
         drafts.check_draft(tmp_path / "nowhere")
