@@ -16,26 +16,35 @@ from peerllm.protocol.errors import BadRequest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    kinds = parser.add_subparsers(dest="what", metavar="what", required=True)
-    words = "tokens a second of two daemons on this machine, with planted models and a chosen acceptance"
-    bench_e2e.add_arguments(kinds.add_parser("e2e", help=words, description=words.capitalize() + "."))
-    words = "how long a block takes between two machines, by its size"
-    _add_link_arguments(kinds.add_parser("link", help=words, description=words.capitalize() + "."))
+    parser.add_argument(
+        "what",
+        choices=("link", "e2e"),
+        help="link: how long a block takes between two machines, by its size. e2e: tokens a second of two daemons on "
+        "this machine, with planted models and a chosen acceptance",
+    )
+    parser.add_argument(
+        "code", nargs="?", metavar="CODE", help="link: join this room and measure; without it, open one"
+    )
+    parser.add_argument("--rtt", type=float, metavar="MS", help="add this round trip to the link (e2e: default 86)")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    _add_link_arguments(parser.add_argument_group("link"))
+    bench_e2e.add_arguments(parser.add_argument_group("e2e"))
 
 
-def _add_link_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("code", nargs="?", metavar="CODE", help="join this room and measure; without it, open one")
+def _add_link_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument("--signaling", metavar="URL", default=os.environ.get("PEERLLM_SIGNALING"))
     parser.add_argument("--insecure", action="store_true", help="allow ws:// to a server beyond this machine")
     parser.add_argument("--samples", type=int, default=200, metavar="N", help="exchanges of each size (default 200)")
     parser.add_argument("--loopback", action="store_true", help="keep the link on 127.0.0.1 (both on one machine)")
-    parser.add_argument("--rtt", type=float, default=0.0, metavar="MS", help="add this round trip to the link")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
 
 
 def run(args: argparse.Namespace) -> int:
-    return bench_e2e.run(args) if args.what == "e2e" else _bench_link(args)
+    if args.what == "link":
+        return _bench_link(args)
+    if args.code is not None:
+        raise BadRequest("bench e2e opens a room of its own; it takes no code")
+    return bench_e2e.run(args)
 
 
 def _bench_link(args: argparse.Namespace) -> int:
@@ -59,7 +68,7 @@ def _bench_link(args: argparse.Namespace) -> int:
             room_code=args.code,
             is_insecure=args.insecure,
             is_loopback=args.loopback,
-            added_rtt_ms=args.rtt,
+            added_rtt_ms=args.rtt or 0.0,
         )
         person = Terminal(
             config,

@@ -21,6 +21,8 @@ from peerllm.cli.terminal import printable
 from peerllm.protocol.errors import BadRequest, PeerllmError
 
 _START_SECONDS = 120.0
+_RTT_MS = 86.0
+"""The published run's."""
 _READY_SECONDS = 300.0
 """Of both daemons: kernels are compiled and graphs captured for the first time."""
 _PROMPT = "What follows is known beforehand, and all of the work is done all the same. Begin at "
@@ -28,7 +30,7 @@ _READY = r"Ready: (\S+), layers (\S+) of (\d+) here"
 PARTS = ("draft", "own_layers", "encode", "network", "their_layers", "verdict", "total")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument("--shape", default="qwen2.5-7b", metavar="S", help="of the target (default qwen2.5-7b)")
     parser.add_argument(
         "--draft-shape", default="qwen2.5-0.5b", metavar="S", help="of the draft (default qwen2.5-0.5b)"
@@ -40,19 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A,B,…",
         help="shares of tokens at which draft and target agree (default 0.90,0.80,0.68)",
     )
-    parser.add_argument("--rtt", type=float, default=86.0, metavar="MS", help="added round trip (default 86)")
     parser.add_argument("--draft-length", type=int, default=8, metavar="K", help="candidates a block (default 8)")
     parser.add_argument(
         "--tokens", type=_counts, default=(64, 512), metavar="N,M", help="lengths of the answers (default 64,512)"
     )
     parser.add_argument("--codec", default="int8", choices=("exact", "int8"), help="on the link (default int8)")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="without it, the daemons choose")
+    parser.add_argument("--weights", choices=("auto", "int8"), help="of both halves")
     parser.add_argument("--context", type=int, default=2048, metavar="N")
     parser.add_argument("--device", metavar="DEVICE", help="of both daemons: cpu, cuda:0, …; default: the first GPU")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each engine")
-    parser.add_argument(
-        "--json", action="store_true", help="print the figures as JSON; progress goes to standard error"
-    )
 
 
 def _rates(words: str) -> tuple[float, ...]:
@@ -70,6 +69,8 @@ def _counts(words: str) -> tuple[int, ...]:
 
 
 def run(args: argparse.Namespace) -> int:
+    """With `--json` the figures go to standard output and the table, as it comes, to standard error."""
+    args.rtt = _RTT_MS if args.rtt is None else args.rtt
     if len(_PROMPT) + max(args.tokens) >= args.context:
         raise BadRequest(f"--context {args.context} does not hold an answer of {max(args.tokens)} tokens")
     stream = sys.stderr if args.json else sys.stdout
@@ -124,7 +125,7 @@ def _bench(here: Stage, args: argparse.Namespace, say: Callable[[str], None]) ->
         means[str(count)] = _mean(speeds)
     for count, mean in means.items():
         say(f"Answers of {count} tokens: {mean:.2f} tokens/s on average of {len(args.agree)}.")
-    options = ("shape", "draft_shape", "agree", "rtt", "draft_length", "codec", "dtype", "context", "device")
+    options = ("shape", "draft_shape", "agree", "rtt", "draft_length", "codec", "dtype", "weights", "context", "device")
     return {
         **{name: getattr(args, name) for name in options},
         "seconds": seconds,
@@ -158,7 +159,7 @@ def _open_room(here: Stage, args: argparse.Namespace, planted: dict[str, Any]) -
         *("--context", str(args.context), "--draft", f"model:{planted['draft']}"),
         *("--draft-length", str(args.draft_length)),
     ]
-    for name in ("dtype", "device", "threads"):
+    for name in ("dtype", "weights", "device", "threads"):
         if getattr(args, name) is not None:
             common += [f"--{name}", str(getattr(args, name))]
     # Both on one device: free memory says nothing of how they should share.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 CODECS = ("exact", "int8")
 DTYPES = ("float32", "float16", "bfloat16")
+WEIGHTS = ("auto", "int8")
 
 
 def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +34,9 @@ def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-length", type=int, metavar="K", help="candidates a block; without it, chosen round by round"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="compute in this dtype; without it, the best of both machines")
+    parser.add_argument(
+        "--weights", choices=WEIGHTS, help="of this peer's layers: auto (default) as they come, int8 in half of float16"
+    )
     parser.add_argument("--context", type=int, metavar="N", help="tokens that the caches hold; default: the model's")
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda:0, …; default: the first GPU, else cpu")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of the engine")
@@ -94,6 +98,7 @@ def config_of(args: argparse.Namespace, **more: object) -> DaemonConfig:
         layers=None if args.layers is None else LayerRange.parse(args.layers),
         dtype=args.dtype,
         context=args.context,
+        weights=args.weights,
         devices=() if args.device is None else (args.device,),
         threads=args.threads,
         is_download_allowed=args.yes,

@@ -22,7 +22,7 @@ class CommandParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         # After "--" everything is a word, which the second pass of intermixed parsing does not know any more; and a
         # choice between a word and an option has no such parsing.
-        if self._is_intermixed or "--" in (args or ()) or self._subparsers or self._has_choice_with_positional():
+        if self._is_intermixed or "--" in (args or ()) or self._has_choice_with_positional():
             return super().parse_known_args(args, namespace)
         self._is_intermixed = True
         try:

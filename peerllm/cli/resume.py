@@ -26,7 +26,8 @@ def run(args: argparse.Namespace) -> int:
     config = config_of(args, resume=known.name)
     # What the command line says counts; the rest is as it was.
     said = {"model": args.model, "draft": args.draft, "draft_length": args.draft_length, "layers": config.layers}
-    said |= {"dtype": args.dtype, "context": args.context, "devices": config.devices or None, "threads": args.threads}
+    said |= {"dtype": args.dtype, "context": args.context, "weights": args.weights, "threads": args.threads}
+    said |= {"devices": config.devices or None}
     recalled = {name: value for name, value in recall_settings(state_dir, known.name).items() if said.get(name) is None}
     config = replace(config, **recalled)
     if args.model is not None:

@@ -74,7 +74,8 @@ def _peers(peers: list[dict[str, Any]]) -> Iterator[Line]:
         layers = peer.get("layers")
         if isinstance(layers, list) and len(layers) == 2:
             layers = f"{layers[0]}:{layers[1]}"
-        yield who, f"layers {layers}, {'drafts' if peer.get('drafting') else 'verifies'}"
+        weights = "" if peer.get("weights") in (None, "unquantised") else f" as {peer['weights']}"
+        yield who, f"layers {layers}{weights}, {'drafts' if peer.get('drafting') else 'verifies'}"
 
 
 def _link(link: dict[str, Any]) -> Iterator[Line]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from peerllm.protocol.errors import LayersMismatch, ModelMismatch
-from peerllm.protocol.identity import LayerRange, ModelIdentity, check_chain, share_layers
+from peerllm.protocol.identity import INT8, LayerRange, ModelIdentity, check_chain, share_layers
 from peerllm.protocol.messages import Answer, Offer, Plan
+from peerllm.protocol.tensors import DTYPE_BYTES
 
 
 def check_same_model(ours: ModelIdentity, theirs: ModelIdentity, name: str) -> None:
@@ -57,7 +58,7 @@ def make_plan(offer: Offer, answer: Answer) -> Plan:
     dtype = common_dtype(offer.dtypes, answer.dtypes)
     is_opener_first = _is_opener_first(offer.layers, answer.layers)
     wanted = [offer.layers, answer.layers]
-    free = [offer.free_bytes, answer.free_bytes]
+    free = [_room(each.free_bytes, each.identity, dtype) for each in (offer, answer)]
     if not is_opener_first:
         wanted.reverse()
         free.reverse()
@@ -70,6 +71,11 @@ def make_plan(offer: Offer, answer: Answer) -> Plan:
         dtype=dtype,
         context=min(offer.context, answer.context),
     )
+
+
+def _room(free_bytes: int, identity: ModelIdentity, dtype: str) -> int:
+    """Free memory, counted as if its weights were of `dtype`: int8 ones take a part of that."""
+    return free_bytes * DTYPE_BYTES[dtype] if identity.weights == INT8 else free_bytes
 
 
 def _is_opener_first(opener: LayerRange | None, joiner: LayerRange | None) -> bool:

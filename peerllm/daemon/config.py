@@ -28,6 +28,8 @@ class DaemonConfig:
     codec: str = "exact"
     dtype: str | None = None
     context: int | None = None
+    weights: str | None = None
+    """As what this peer runs its layers' weights: `int8`, or as they come (`auto`, and where nothing is said)."""
     devices: tuple[str, ...] = ()
     threads: int | None = None
     socket_group: str | None = None

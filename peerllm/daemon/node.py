@@ -22,6 +22,7 @@ from peerllm.daemon.setup import Agreed, Setup
 from peerllm.link import Link, LinkState
 from peerllm.protocol import cbor, limits
 from peerllm.protocol.errors import PeerAway, PeerllmError, ProtocolError, RoomIncomplete
+from peerllm.protocol.identity import LayerRange
 from peerllm.protocol.messages import Leaving, Loading, Message, Offer, Ready, Refusal
 from peerllm.protocol.requests import Event, GenerateRequest, ModelInfo
 from peerllm.rooms import Room, SeatedPeer
@@ -362,10 +363,14 @@ class Node:
                 "context": boundary.context,
             }
             status["peers"] = [
-                {"self": True, "layers": str(agreed.layers), "drafting": agreed.is_drafting},
-                {"self": False, "layers": str(agreed.their_layers), "drafting": not agreed.is_drafting},
+                _peer(True, agreed.layers, agreed.is_drafting, agreed.weights),
+                _peer(False, agreed.their_layers, not agreed.is_drafting, agreed.their_weights),
             ]
         return status
+
+
+def _peer(is_self: bool, layers: LayerRange, is_drafting: bool, weights: str) -> dict[str, Any]:
+    return {"self": is_self, "layers": str(layers), "drafting": is_drafting, "weights": weights}
 
 
 async def _quietly(sending: Any) -> None:

@@ -19,7 +19,7 @@ log = structlog.get_logger(__name__)
 
 _FOLDER = "settings"
 _KEPT = (
-    "model", "revision", "draft", "draft_length", "codec", "dtype", "context", "devices", "threads",
+    "model", "revision", "draft", "draft_length", "codec", "dtype", "context", "weights", "devices", "threads",
 )  # fmt: skip
 """Fields of DaemonConfig; `layers` beside them, as text."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import structlog
@@ -34,7 +34,7 @@ from peerllm.protocol.errors import (
     error_from_code,
 )
 from peerllm.protocol.fields import from_map, to_map
-from peerllm.protocol.identity import LayerRange, ModelIdentity
+from peerllm.protocol.identity import INT8, UNQUANTISED, LayerRange, ModelIdentity
 from peerllm.protocol.messages import Answer, Loading, Message, Offer, Plan, Ready, Refusal
 
 log = structlog.get_logger(__name__)
@@ -57,6 +57,9 @@ class Agreed:
     their_layers: LayerRange
     all_layers: int
     boundary: Boundary
+    weights: str = UNQUANTISED
+    their_weights: str = UNQUANTISED
+    """What each side runs its layers' weights as."""
 
     @property
     def is_drafting(self) -> bool:
@@ -113,10 +116,11 @@ class Setup:
         """
         try:
             if is_opener:
-                offer, plan = await self._as_opener(channel)
+                offer, plan, their_weights = await self._as_opener(channel)
                 mine, theirs = plan.opener_layers, plan.joiner_layers
             else:
                 offer, plan = await self._as_joiner(channel, offer)
+                their_weights = offer.identity.weights
                 mine, theirs = plan.joiner_layers, plan.opener_layers
             width = await self._load(channel, offer, plan, mine)
         except PeerAway:
@@ -133,9 +137,12 @@ class Setup:
             their_layers=theirs,
             all_layers=offer.identity.layers,
             boundary=Boundary(offer.codec, plan.dtype, width, plan.context),
+            weights=self._weights,
+            their_weights=their_weights,
         )
 
-    async def _as_opener(self, channel: MessageChannel) -> tuple[Offer, Plan]:
+    async def _as_opener(self, channel: MessageChannel) -> tuple[Offer, Plan, str]:
+        """Offer, plan, and what the joiner runs its weights as."""
         if self._model is None:
             raise ModelNotFound("the one who opens a room names the model: peerllm up --model M")
         model = self._model
@@ -143,7 +150,7 @@ class Setup:
             name=model["name"],
             source=model["source"],
             revision=model["revision"],
-            identity=from_map(ModelIdentity, model["identity"]),
+            identity=replace(from_map(ModelIdentity, model["identity"]), weights=self._weights),
             codec=self._config.codec,
             dtypes=offered_dtypes(self._machine, self._config.dtype),
             layers=self._config.layers,
@@ -154,7 +161,7 @@ class Setup:
         answer = await self._expect(channel, Answer)
         plan = make_plan(offer, answer)
         await channel.send(plan)
-        return offer, plan
+        return offer, plan, answer.identity.weights
 
     async def _as_joiner(self, channel: MessageChannel, offer: Offer | None) -> tuple[Offer, Plan]:
         if offer is None:
@@ -164,7 +171,7 @@ class Setup:
                 "find", identity=to_map(offer.identity), source=offer.source, revision=offer.revision
             )
         self._model = model
-        identity = from_map(ModelIdentity, model["identity"])
+        identity = replace(from_map(ModelIdentity, model["identity"]), weights=self._weights)
         check_same_model(identity, offer.identity, offer.name)
         answer = Answer(
             identity=identity,
@@ -217,9 +224,13 @@ class Setup:
             context=plan.context,
             codec=offer.codec,
             draft=config.draft if mine.first == 0 else "none",
-            weights="unquantised",
+            weights=self._weights,
         )
         log.info("layers_loaded", layers=str(mine), seconds=loaded.get("seconds"))
+
+    @property
+    def _weights(self) -> str:
+        return INT8 if self._config.weights == INT8 else UNQUANTISED
 
     def _device(self) -> dict[str, Any]:
         return chosen_device(self._machine, self._config.devices)

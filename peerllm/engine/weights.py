@@ -13,10 +13,10 @@ from peerllm.engine.planting import is_planted, plant, read_recipe
 from peerllm.engine.slice import ModelSlice
 from peerllm.models.checkpoint import Checkpoint, load_parameters
 from peerllm.protocol.errors import BadRequest
+from peerllm.protocol.identity import INT8, UNQUANTISED
 
 Progress = Callable[[str, float], None]
 """A stage in words, and the fraction of it that is done."""
-UNQUANTISED, INT8 = "unquantised", "int8"
 WEIGHTS = (UNQUANTISED, INT8)
 """What a peer runs its layers' weights as."""
 

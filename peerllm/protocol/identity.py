@@ -11,6 +11,8 @@ from peerllm.protocol.errors import LayersMismatch
 from peerllm.protocol.fields import checked, from_map, text, text_check, uint
 
 _HEX = 64
+UNQUANTISED, INT8 = "unquantised", "int8"
+"""What a peer runs its layers' weights as."""
 
 
 def _sha256_map(value: Any) -> dict[str, str]:
@@ -36,7 +38,7 @@ class ModelIdentity:
     """Of the sorted (tensor, dtype, shape)."""
     layers: int = uint(limits.MAX_LAYERS, minimum=1)
     """Decoder layers in the whole model."""
-    weights: str = text(limits.MAX_NAME_CHARS, default="unquantised")
+    weights: str = text(limits.MAX_NAME_CHARS, default=UNQUANTISED)
     """What this peer runs them as; peers may differ, and each says so."""
     files: Mapping[str, str] = checked(_sha256_map, default_factory=dict)
 

@@ -88,6 +88,12 @@ def test_another_model_is_refused_and_what_differs_is_named(change: dict[str, ob
         make_plan(offer(), answer(identity=replace(IDENTITY, **change)))  # type: ignore[arg-type]
 
 
+def test_int8_weights_may_differ_and_let_a_peer_hold_more_layers() -> None:
+    small = replace(IDENTITY, weights="int8")
+    plan = make_plan(offer(dtypes=("float16",)), answer(identity=small, dtypes=("float16",), free_bytes=100))
+    assert (str(plan.opener_layers), str(plan.joiner_layers)) == ("0:10", "10:30")
+
+
 def test_a_peer_that_holds_other_files_compares_what_both_know() -> None:
     other = replace(IDENTITY, files={"model-00002.safetensors": "z"})
     assert make_plan(offer(), answer(identity=other)).dtype == "float32"
