@@ -136,9 +136,11 @@ SIGNALING_HEARTBEAT_SECONDS = 10.0
 """A ping to the signaling server so often; no answer within half of it: the socket is half open."""
 SIGNALING_PROBE_SECONDS = 1.0
 """How long a socket that is under suspicion may take to answer before a fresh one is opened."""
-SIGNALING_RECONNECT_SECONDS = (2.0, 2.0, 3.0, 5.0)
-"""How long each attempt to reach it again may take, the last one for ever: short at first, so that the moment when a
-network returns is not slept through in a TCP retransmission."""
+SIGNALING_STAGGER_SECONDS = 0.7
+"""While an attempt to reach it again is silent, so often another begins beside it, so that the moment when a network
+returns is not slept through in a TCP retransmission."""
+SIGNALING_EAGER_SECONDS = 120.0
+"""Attempts are staggered for so long; then each has its SIGNALING_CONNECT_SECONDS to itself."""
 SIGNALING_RETRY_SECONDS = (0.1, 0.3, 0.6, 1.0, 2.0)
 """Pauses between attempts to reach the signaling server again, the last one for ever; each shortened at random."""
 SIGNALING_RESTART_SECONDS = 60.0

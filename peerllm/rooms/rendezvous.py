@@ -123,19 +123,24 @@ class Rendezvous:
 
     async def _run(self) -> None:
         failures = 0
+        lost_at = time.monotonic()
         try:
             while not self._is_over:
-                patience = _nth(limits.SIGNALING_RECONNECT_SECONDS, failures)
+                begun, waited = time.monotonic(), 0.0
+                is_eager = begun - lost_at < limits.SIGNALING_EAGER_SECONDS
+                stagger = limits.SIGNALING_STAGGER_SECONDS if is_eager else limits.SIGNALING_CONNECT_SECONDS
                 try:
-                    socket = await server.connect(self.url, insecure=self._insecure, seconds=patience)
+                    socket = await server.reconnect(self.url, insecure=self._insecure, stagger=stagger)
                 except SignalingUnreachable as error:
                     self.trouble = error
+                    waited = time.monotonic() - begun
                 else:
                     failures = 0 if await self._attend(socket) else failures
+                    lost_at = time.monotonic()
                 if not self._is_over:
                     pause = _nth(limits.SIGNALING_RETRY_SECONDS, failures) * random.uniform(0.5, 1)
                     failures += 1
-                    await asyncio.sleep(pause)
+                    await asyncio.sleep(max(0.0, pause - waited))  # silence was pause enough
         except PeerllmError as error:
             self._end(error)
         except Exception as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import json
+import socket
 import time
 import urllib.request
 from typing import Any
@@ -87,6 +89,19 @@ class ServerSocket:
         self.heard_at = time.monotonic()
 
     @property
+    def has_lost_its_address(self) -> bool:
+        """Whether this machine no longer has the address that the socket is bound to: nothing can come back on it."""
+        name = self._socket.get_extra_info("sockname")
+        if not isinstance(name, tuple):
+            return False
+        try:
+            with socket.socket(socket.AF_INET6 if len(name) == 4 else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.bind((name[0], 0, *name[2:]))
+        except OSError as error:
+            return error.errno == errno.EADDRNOTAVAIL
+        return False
+
+    @property
     def is_closed(self) -> bool:
         return self._socket.closed
 
@@ -124,6 +139,8 @@ class ServerSocket:
 
     async def is_alive(self, seconds: float) -> bool:
         """Whether anything at all comes back within `seconds` after a ping. Someone has to be in `receive`."""
+        if self.has_lost_its_address:
+            return False
         self._heard.clear()
         try:
             async with asyncio.timeout(seconds):
@@ -175,6 +192,35 @@ async def connect(
         await session.close()
         raise
     return ServerSocket(session, socket, url)
+
+
+async def reconnect(url: str, *, insecure: bool = False, stagger: float) -> ServerSocket:
+    """As `connect`, for a network that may return at any moment: while nothing answers, another attempt begins beside
+    the silent ones every `stagger` seconds, and the first that is through is it. What answers with an error ends it.
+
+    Raises:
+        SignalingUnreachable: after at most twice SIGNALING_CONNECT_SECONDS.
+    """
+    attempts: set[asyncio.Task[ServerSocket]] = set()
+    seconds = limits.SIGNALING_CONNECT_SECONDS
+    until = time.monotonic() + seconds
+    try:
+        while True:
+            if time.monotonic() < until:
+                attempts.add(asyncio.create_task(connect(url, insecure=insecure, seconds=seconds)))
+            done, _ = await asyncio.wait(attempts, timeout=stagger, return_when=asyncio.FIRST_COMPLETED)
+            through = [task for task in done if not task.exception()]
+            if through:
+                attempts.discard(through[0])
+                return through[0].result()
+            if done:
+                return done.pop().result()  # raises why
+    finally:
+        for task in attempts:
+            task.cancel()
+        for late in await asyncio.gather(*attempts, return_exceptions=True):
+            if isinstance(late, ServerSocket):
+                await late.close()
 
 
 def check_url(url: str, *, insecure: bool = False) -> URL:

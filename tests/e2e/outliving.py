@@ -18,6 +18,7 @@ from tests.e2e.rooms import Daemon, kill, room_code, wait_ready, wait_until
 from tests.lab.net import PUBLIC, Lab
 from tests.lab.servers import start_signaling
 
+LEVEL = "info"
 TOKENS = 300
 QUESTION = {"prompt": "the tide", "max_tokens": TOKENS, "temperature": 0}
 _SIGNALING = f"ws://{PUBLIC}:8080"
@@ -36,7 +37,7 @@ class LabRoom:
 
     def start_daemon(self, name: str, *command: str) -> Daemon:
         path = self.stage.folder / f"{name}.sock"
-        options = ("--signaling", _SIGNALING, "--insecure", "--threads", "1", "--device", "cpu", "--log-level", "info")
+        options = ("--signaling", _SIGNALING, "--insecure", "--threads", "1", "--device", "cpu", "--log-level", LEVEL)
         own = ("--state-dir", str(self.stage.folder / name), "--socket", str(path))
         lives = len(list(self.stage.folder.glob(f"{name}*.log")))
         argv = self.lab.argv(_HOSTS[name], sys.executable, "-m", "peerllm", *command, *options, *own)

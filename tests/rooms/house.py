@@ -18,7 +18,7 @@ from peerllm_signaling.server import PATH, ServerConfig, SignalingServer
 from peerllm.rooms import Room, RoomClient, SeatedPeer
 from peerllm.rooms.attempt import Attempt
 
-SECONDS = 10.0
+SECONDS = 20
 """The longest wait of any test but those that say so; nothing that passes comes near it."""
 
 Data = str | bytes

@@ -246,7 +246,8 @@ async def test_leaving_while_a_broken_connection_is_put_away_leaves_no_socket(
     connect_to_server = rooms_server.connect
     monkeypatch.setattr(Rendezvous, "_probe", slow_to_end)
     monkeypatch.setattr(rooms_server, "connect", remember)
-    one, _ = await house.pair()
+    one, two = await house.pair()
+    await until(lambda: one._rendezvous.socket is not None and two._rendezvous.socket is not None)
     await server.stop()
     async with asyncio.timeout(SECONDS):
         await is_ending.wait()
