@@ -171,6 +171,7 @@ async def test_the_controlled_side_asks_for_a_new_attempt_when_its_address_chang
     await asyncio.gather(up.left.reaches(LinkState.UP), up.right.reaches(LinkState.UP))
 
 
+@pytest.mark.timeout(300)
 async def test_many_reconnects_leave_tasks_descriptors_and_memory_where_they_were(wire: Wire, up: Pair) -> None:
     async def reconnect() -> None:
         before = up.left.link.epoch

@@ -260,7 +260,7 @@ async def test_what_is_offered_is_waited_for_and_no_longer_than_asked(
     await until(lambda: not one._rendezvous.is_present)
     begun = time.monotonic()
     assert (await one.offered(0.05)).stun
-    assert time.monotonic() - begun < 1
+    assert time.monotonic() - begun < 4  # and not the five seconds of before
 
 
 @pytest.mark.parametrize(
