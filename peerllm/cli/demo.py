@@ -40,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rtt", type=_milliseconds, default=0.0, metavar="MS", help="add this round trip to the link")
     parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help="what to ask")
     parser.add_argument("--max-tokens", type=_count, default=96, metavar="N", help="tokens in the answer at most")
-    parser.add_argument(
-        "--draft", metavar="DRAFT", help=f"{HELP}; default: the model's in this package"
-    )
+    parser.add_argument("--draft", metavar="DRAFT", help=f"{HELP}; default: the model's in this package")
     parser.add_argument("--model", default=MODEL, metavar="M", help="another model: a folder or a hub id")
     parser.add_argument("--threads", type=_count, default=1, metavar="N", help="CPU threads of each engine (default 1)")
     parser.add_argument("--json", action="store_true", help="print the table's figures as JSON")

@@ -77,6 +77,14 @@ class Chooser:
         """For a batch, a row for each of `slots`: int32 `[rows]` the columns chosen, and how many of the row's logits
         are not finite. Row i draws the token after the position of its slot."""
         slots = slots.to(torch.int64)
+        if logits.device.type == "cpu":
+            return self._choose_on_cpu(logits, slots, state)
+        return self._choose_in_graph(logits, slots, state)
+
+    def _choose_in_graph(
+        self, logits: torch.Tensor, slots: torch.Tensor, state: SamplingState
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`choose` without a look at the host."""
         choices, flags = [], []
         for start in range(0, len(slots), _NOISE_ROWS):
             some = slots[start : start + _NOISE_ROWS]
@@ -88,6 +96,21 @@ class Chooser:
             choices.append(scores.argmax(dim=-1).to(torch.int32))
             flags.append((~torch.isfinite(raw)).sum(dim=-1).to(torch.int32))
         return torch.cat(choices), torch.cat(flags)
+
+    def _choose_on_cpu(
+        self, logits: torch.Tensor, slots: torch.Tensor, state: SamplingState
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`choose` where a look at the temperatures is free and noise is the most of the work: none for greedy rows."""
+        scores = logits[: len(slots), : self._vocabulary].to(torch.float32)
+        flags = (~torch.isfinite(scores)).sum(dim=-1).to(torch.int32)
+        choices = scores.argmax(dim=-1).to(torch.int32)
+        for rows in torch.nonzero(state.temperatures[slots] > 0)[:, 0].split(_NOISE_ROWS):
+            some = slots[rows]
+            key = state.seeds[some]
+            made = self._noise(state.positions[some] + 1, (key[:, :1], key[:, 1:]))
+            shaped = scores[rows] / state.temperatures[some][:, None]
+            choices[rows] = (shaped - made).argmax(dim=-1).to(torch.int32)
+        return choices, flags
 
     def judge(
         self,

@@ -135,8 +135,9 @@ def test_memory_that_ends_means_fewer_slots(part, monkeypatch):
         BatchDecoder.fitting(part, slots=2, capacity=20, stops=[])
 
 
+@pytest.mark.parametrize("device", ["cpu", "as on a GPU"])
 @pytest.mark.parametrize("cut", [False, True])
-def test_rows_of_a_batch_choose_as_single_rows_do(cut):
+def test_rows_of_a_batch_choose_as_single_rows_do(cut, device):
     """Each with its own seed, position and temperature; of a cut head with the target's noise."""
     torch.manual_seed(3)
     tokens = torch.tensor(sorted(torch.randperm(500)[:70].tolist())) if cut else None
@@ -147,7 +148,8 @@ def test_rows_of_a_batch_choose_as_single_rows_do(cut):
         state.put(slot, each)
     slots = torch.tensor([4, 0, 2, 1, 3], dtype=torch.int32)
     chooser = Chooser(vocabulary=70, tokens=tokens)
-    choices, flags = chooser.choose(logits, slots, state)
+    choose_all = chooser.choose if device == "cpu" else chooser._choose_in_graph
+    choices, flags = choose_all(logits, slots.long(), state)
     expected = [
         int(choose(logits[row : row + 1], how[slot], state.positions[slot : slot + 1] + 1, tokens))
         for row, slot in enumerate(slots.tolist())
@@ -156,15 +158,18 @@ def test_rows_of_a_batch_choose_as_single_rows_do(cut):
     assert flags.tolist() == [0] * 5
 
 
-def test_the_noise_of_a_large_batch_is_made_in_pieces(monkeypatch):
+@pytest.mark.parametrize("device", ["cpu", "as on a GPU"])
+def test_the_noise_of_a_large_batch_is_made_in_pieces(monkeypatch, device):
     torch.manual_seed(4)
     logits = torch.randn(9, 50)
     state = SamplingState.make(torch.arange(9))
     for slot in range(9):
         state.put(slot, Sampling(temperature=1.0, seed=slot))
-    whole = Chooser(vocabulary=50).choose(logits, torch.arange(9), state)[0].tolist()
+    chooser = Chooser(vocabulary=50)
+    choose_all = chooser.choose if device == "cpu" else chooser._choose_in_graph
+    whole = choose_all(logits, torch.arange(9), state)[0].tolist()
     monkeypatch.setattr("peerllm.engine.choosing._NOISE_ROWS", 2)
-    assert Chooser(vocabulary=50).choose(logits, torch.arange(9), state)[0].tolist() == whole
+    assert choose_all(logits, torch.arange(9), state)[0].tolist() == whole
 
 
 def test_paths_are_known_by_name(part):

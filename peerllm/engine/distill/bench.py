@@ -10,6 +10,7 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def parts(decoder: BatchDecoder, timer: Timer, context: int) -> dict[str, float]
     decoder._cache.positions.fill_(context)
     decoder._state.temperatures.fill_(0.8)
     static, slots = decoder.static, decoder.slots
-    works = {
+    works: dict[str, Callable[[], Any]] = {
         "layers": partial(static.forward, 1, slots),
         "head": partial(static.logits, slots, decoder._logits),
         "choice, all sampling": partial(decoder._chooser.choose, decoder._logits, static.slots[:slots], decoder._state),
