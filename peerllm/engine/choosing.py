@@ -104,7 +104,8 @@ class Chooser:
         scores = logits[: len(slots), : self._vocabulary].to(torch.float32)
         flags = (~torch.isfinite(scores)).sum(dim=-1).to(torch.int32)
         choices = scores.argmax(dim=-1).to(torch.int32)
-        for rows in torch.nonzero(state.temperatures[slots] > 0)[:, 0].split(_NOISE_ROWS):
+        sampled = torch.nonzero(state.temperatures[slots] > 0)[:, 0]
+        for rows in sampled.split(_NOISE_ROWS) if len(sampled) else ():
             some = slots[rows]
             key = state.seeds[some]
             made = self._noise(state.positions[some] + 1, (key[:, :1], key[:, 1:]))
