@@ -50,7 +50,10 @@ def add_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="without it, the daemons choose")
     parser.add_argument("--weights", choices=("auto", "int8"), help="of both halves")
     parser.add_argument("--context", type=int, default=2048, metavar="N")
-    parser.add_argument("--device", metavar="DEVICE", help="of both daemons: cpu, cuda:0, …; default: the first GPU")
+    parser.add_argument(
+        "--devices", "--device", dest="devices", metavar="A,B,…", help="of both daemons; default: the first GPU"
+    )
+    parser.add_argument("--draft-device", metavar="DEVICE", help="where the draft goes on while the layers compute")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each engine")
 
 
@@ -125,9 +128,9 @@ def _bench(here: Stage, args: argparse.Namespace, say: Callable[[str], None]) ->
         means[str(count)] = _mean(speeds)
     for count, mean in means.items():
         say(f"Answers of {count} tokens: {mean:.2f} tokens/s on average of {len(args.agree)}.")
-    options = ("shape", "draft_shape", "agree", "rtt", "draft_length", "codec", "dtype", "weights", "context", "device")
+    options = ("shape", "draft_shape", "agree", "rtt", "draft_length", "codec", "dtype", "weights", "context")
     return {
-        **{name: getattr(args, name) for name in options},
+        **{name: getattr(args, name) for name in (*options, "devices", "draft_device")},
         "seconds": seconds,
         "loading_seconds": loading,
         "answers": answers,
@@ -159,9 +162,9 @@ def _open_room(here: Stage, args: argparse.Namespace, planted: dict[str, Any]) -
         *("--context", str(args.context), "--draft", f"model:{planted['draft']}"),
         *("--draft-length", str(args.draft_length)),
     ]
-    for name in ("dtype", "weights", "device", "threads"):
+    for name in ("dtype", "weights", "devices", "draft_device", "threads"):
         if getattr(args, name) is not None:
-            common += [f"--{name}", str(getattr(args, name))]
+            common += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     # Both on one device: free memory says nothing of how they should share.
     half = planted["layers"] // 2
 

@@ -38,7 +38,16 @@ def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
         "--weights", choices=WEIGHTS, help="of this peer's layers: auto (default) as they come, int8 in half of float16"
     )
     parser.add_argument("--context", type=int, metavar="N", help="tokens that the caches hold; default: the model's")
-    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda:0, …; default: the first GPU, else cpu")
+    parser.add_argument(
+        "--devices",
+        "--device",
+        dest="devices",
+        metavar="A,B,…",
+        help="cpu, cuda:0, …; several share the layers; default: the first GPU, else cpu",
+    )
+    parser.add_argument(
+        "--draft-device", metavar="DEVICE", help="where the draft model goes on guessing while the layers compute"
+    )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of the engine")
     parser.add_argument(
         "--signaling",
@@ -99,7 +108,8 @@ def config_of(args: argparse.Namespace, **more: object) -> DaemonConfig:
         dtype=args.dtype,
         context=args.context,
         weights=args.weights,
-        devices=() if args.device is None else (args.device,),
+        devices=() if args.devices is None else tuple(args.devices.split(",")),
+        draft_device=args.draft_device,
         threads=args.threads,
         is_download_allowed=args.yes,
         is_insecure=insecure,

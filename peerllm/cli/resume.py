@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     # What the command line says counts; the rest is as it was.
     said = {"model": args.model, "draft": args.draft, "draft_length": args.draft_length, "layers": config.layers}
     said |= {"dtype": args.dtype, "context": args.context, "weights": args.weights, "threads": args.threads}
-    said |= {"devices": config.devices or None}
+    said |= {"devices": config.devices or None, "draft_device": args.draft_device}
     recalled = {name: value for name, value in recall_settings(state_dir, known.name).items() if said.get(name) is None}
     config = replace(config, **recalled)
     if args.model is not None:

@@ -112,18 +112,25 @@ def offered_dtypes(machine: dict[str, Any], wanted: str | None) -> tuple[str, ..
     return (wanted,)
 
 
-def chosen_device(machine: dict[str, Any], wanted: tuple[str, ...]) -> dict[str, Any]:
-    """The device that will hold the layers: the first that the user named, else the machine's first.
+def chosen_devices(machine: dict[str, Any], wanted: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The devices that will hold the layers: those that the user named, else the machine's first.
 
     Raises:
         ModelMismatch: the machine has no such device.
     """
     devices: list[dict[str, Any]] = machine["devices"]
-    if not wanted:
-        return devices[0]
+    return [_device(devices, name) for name in wanted] if wanted else devices[:1]
+
+
+def free_bytes(chosen: list[dict[str, Any]]) -> int:
+    """Of all of them; one that is named twice counts once."""
+    return sum({device["device"]: int(device["free_bytes"]) for device in chosen}.values())
+
+
+def _device(devices: list[dict[str, Any]], wanted: str) -> dict[str, Any]:
     for device in devices:
-        if device["device"] == wanted[0] or device["device"].partition(":")[0] == wanted[0]:
+        if device["device"] == wanted or device["device"].partition(":")[0] == wanted:
             return device
     raise ModelMismatch(
-        f"this machine has no device {wanted[0]}; it has {', '.join(device['device'] for device in devices)}"
+        f"this machine has no device {wanted}; it has {', '.join(device['device'] for device in devices)}"
     )

@@ -31,6 +31,8 @@ class DaemonConfig:
     weights: str | None = None
     """As what this peer runs its layers' weights: `int8`, or as they come (`auto`, and where nothing is said)."""
     devices: tuple[str, ...] = ()
+    """Which share this peer's layers; none named: the machine's first."""
+    draft_device: str | None = None
     threads: int | None = None
     socket_group: str | None = None
     is_download_allowed: bool = False

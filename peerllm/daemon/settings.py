@@ -19,7 +19,8 @@ log = structlog.get_logger(__name__)
 
 _FOLDER = "settings"
 _KEPT = (
-    "model", "revision", "draft", "draft_length", "codec", "dtype", "context", "weights", "devices", "threads",
+    "model", "revision", "draft", "draft_length", "codec", "dtype", "context", "weights", "devices", "draft_device",
+    "threads",
 )  # fmt: skip
 """Fields of DaemonConfig; `layers` beside them, as text."""
 

@@ -14,7 +14,8 @@ from peerllm.daemon.agreement import (
     check_own_range,
     check_plan,
     check_same_model,
-    chosen_device,
+    chosen_devices,
+    free_bytes,
     make_plan,
     offered_dtypes,
 )
@@ -91,7 +92,7 @@ class Setup:
             PeerllmError: not found, not supported, the download was declined.
         """
         self._machine = (await self._engine.call("machine")).values
-        self._device()  # a device that is not there is said now
+        self._devices(), self._draft_device()  # one that is not there is said now
         if self._config.model is not None:
             self._model = await self._with_download(
                 "describe", model=self._config.model, revision=self._config.revision
@@ -154,7 +155,7 @@ class Setup:
             codec=self._config.codec,
             dtypes=offered_dtypes(self._machine, self._config.dtype),
             layers=self._config.layers,
-            free_bytes=int(self._device()["free_bytes"]),
+            free_bytes=free_bytes(self._devices()),
             context=self._context(model),
         )
         await channel.send(offer)
@@ -177,7 +178,7 @@ class Setup:
             identity=identity,
             dtypes=offered_dtypes(self._machine, self._config.dtype),
             layers=self._config.layers,
-            free_bytes=int(self._device()["free_bytes"]),
+            free_bytes=free_bytes(self._devices()),
             context=self._context(model),
         )
         make_plan(offer, answer)  # what cannot work is refused here too, in the same words
@@ -219,7 +220,8 @@ class Setup:
             folder=folder,
             layers=layers,
             dtype=plan.dtype,
-            devices=list(config.devices) or [self._device()["device"]],
+            devices=[device["device"] for device in self._devices()],
+            draft_device=self._draft_device(),
             threads=config.threads,
             context=plan.context,
             codec=offer.codec,
@@ -232,8 +234,12 @@ class Setup:
     def _weights(self) -> str:
         return INT8 if self._config.weights == INT8 else UNQUANTISED
 
-    def _device(self) -> dict[str, Any]:
-        return chosen_device(self._machine, self._config.devices)
+    def _devices(self) -> list[dict[str, Any]]:
+        return chosen_devices(self._machine, self._config.devices)
+
+    def _draft_device(self) -> str | None:
+        wanted = self._config.draft_device
+        return None if wanted is None else str(chosen_devices(self._machine, (wanted,))[0]["device"])
 
     def _context(self, model: dict[str, Any]) -> int:
         most = int(model["max_context"])

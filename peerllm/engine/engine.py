@@ -16,9 +16,13 @@ from pathlib import Path
 import torch
 
 from peerllm.engine import codec
+from peerllm.engine.chain import AnySlice, SliceChain, split_range
+from peerllm.engine.drafting.ahead import AheadDrafter
 from peerllm.engine.drafting.base import Drafter, NoDrafter
 from peerllm.engine.drafting.build import build_drafter
-from peerllm.engine.memory import plan_for, require
+from peerllm.engine.drafting.graph import GraphDrafter
+from peerllm.engine.drafting.model import ModelDrafter
+from peerllm.engine.memory import free_memory, plan_for, require
 from peerllm.engine.results import Drafted, Loaded, Prefilled, Stopwatch, Verified
 from peerllm.engine.runner import Runner
 from peerllm.engine.running import make_runner
@@ -57,7 +61,7 @@ class Engine:
 
     def __init__(
         self,
-        part: ModelSlice,
+        part: AnySlice,
         *,
         context: int,
         wire_codec: str,
@@ -107,8 +111,9 @@ class Engine:
         Args:
             folder: a Hugging Face folder with safetensors.
             dtype: a name of `codec.DTYPES`.
-            devices: torch devices for the slice; the first is used.
-            draft_device: for the draft model; the slice's by default.
+            devices: torch devices for the slice, whose layers they share by free memory.
+            draft_device: for the draft model, which then drafts on while the slice computes; without it, the slice's
+                first, and one after the other.
             context: positions wanted; None is what the model was made for. Never more than that.
             draft: `none`, `ngram` or `model:PATH`; only the first slice drafts.
             weights: one of `weights.WEIGHTS`, for the layers of the target.
@@ -125,21 +130,31 @@ class Engine:
             raise BadRequest(f"weights {weights[:32]!r} are not one of {', '.join(WEIGHTS)}", param="weights")
         if threads is not None:
             torch.set_num_threads(max(1, threads))
-        device = torch.device(devices[0])
+        places = [torch.device(each) for each in devices]
+        device = places[0]
         if slots is None:
             slots = limits.MAX_SESSIONS if device.type == "cpu" else limits.MAX_GPU_SESSIONS
         seconds: dict[str, float] = {}
         clock = time.perf_counter()
         config = read_config(folder)
-        part = ModelSlice(config, layers)
+        ranges = split_range(layers, [free_memory(place) for place in places]) if len(places) > 1 else [layers]
+        parts = [ModelSlice(config, each) for each in ranges]
         seconds["build"] = time.perf_counter() - clock
         clock = time.perf_counter()
-        most = min(part.shape.max_positions, limits.MAX_CONTEXT)
-        plan = partial(plan_for, folder, layers, draft, dtype, weights, slots, device, draft_device)
+        most = min(parts[0].shape.max_positions, limits.MAX_CONTEXT)
+        spec = draft if layers.first == 0 else "none"
+        plans = [
+            partial(plan_for, folder, each, spec, dtype, weights, slots, place, draft_device or device)
+            for each, place in zip(ranges, places, strict=False)
+        ]
         # Without a wish it is what fits; a wish that does not fit is refused.
-        context = min(context, most) if context else max(1, min(most, plan(most).largest_context() or most))
-        require(plan(context), device)
-        load_weights(part, folder, codec.DTYPES[dtype], device, progress, weights=weights)
+        fitting = min(plan(most).largest_context() or most for plan in plans)
+        context = min(context, most) if context else max(1, min(most, fitting))
+        for plan, place in zip(plans, places, strict=False):
+            require(plan(context), place)
+        for each_part, place in zip(parts, places, strict=False):
+            load_weights(each_part, folder, codec.DTYPES[dtype], place, progress, weights=weights)
+        part = SliceChain(parts) if len(parts) > 1 else parts[0]
         seconds["weights"] = time.perf_counter() - clock
         clock = time.perf_counter()
         drafter: Drafter | None = None
@@ -153,9 +168,11 @@ class Engine:
                 dtype=codec.DTYPES[dtype],
                 device=draft_device or device,
                 path=path,
-                embedding=None if part.embed is None else part.embed.weight.data,
+                embedding=None if parts[0].embed is None else parts[0].embed.weight.data,
                 progress=progress,
             )
+            if draft_device is not None and isinstance(drafter, ModelDrafter | GraphDrafter):
+                drafter = AheadDrafter(drafter)
         seconds["draft"] = time.perf_counter() - clock
         progress("getting ready", 0.0)
         engine = cls(part, context=context, wire_codec=wire_codec, dtype=dtype, slots=slots, drafter=drafter, path=path)
@@ -245,6 +262,10 @@ class Engine:
         limit = min(draft_length, limits.MAX_CANDIDATES, self.context - start - 1)
         proposal = self.drafter.propose(state.slot, state.tokens, limit, min_probability, state.sampling)
         draft_us = watch.lap_us()
+        if isinstance(self.drafter, AheadDrafter):
+            following = [*state.tokens, *proposal.candidates]
+            more = min(draft_length, limits.MAX_CANDIDATES, self.context - len(following) - 1)
+            self.drafter.go_on(state.slot, following, more, min_probability, state.sampling)
         inputs = self._tokens_in([state.tokens[start], *proposal.candidates])
         hidden = self._run(state, start, inputs)
         layers_us = watch.lap_us()

@@ -13,13 +13,12 @@ import torch
 from peerllm.engine.machine import host_memory
 from peerllm.engine.runner import BUCKETS
 from peerllm.engine.slice import SliceShape, read_config
-from peerllm.engine.weights import INT8
 from peerllm.models.allowlist import ModelShape, check_folder
 from peerllm.models.drafts import is_draft, read_draft
 from peerllm.models.layout import layer_tensors, range_tensors, size_bytes
 from peerllm.protocol import limits
 from peerllm.protocol.errors import NotEnoughMemory
-from peerllm.protocol.identity import LayerRange
+from peerllm.protocol.identity import INT8, LayerRange
 from peerllm.protocol.tensors import DTYPE_BYTES
 
 _GRAPH_BYTES = 64 * limits.MIB
@@ -156,6 +155,11 @@ def require(plan: Plan, device: torch.device | str) -> None:
     raise NotEnoughMemory(f"{device}: {plan.words()}; {advice}")
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes; 0 where it is not known."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory()[0]
+
+
 def plan_for(
     folder: Path | str,
     layers: LayerRange,
@@ -169,13 +173,13 @@ def plan_for(
 ) -> Plan:
     """The plan of a slice and of the draft that `draft` names, where both are on `device`."""
     is_gpu = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if is_gpu else host_memory()[0]
+    free = free_memory(device)
     if not is_gpu:
         # The kernel gives a cache's pages as they are written, and one sequence is the rule.
         slots = 1
     drafts = 0
     kind, _, path = draft.partition(":")
-    if layers.first == 0 and kind == "model" and path and torch.device(draft_device or device) == device:
+    if kind == "model" and path and torch.device(draft_device or device) == device:
         drafts = plan_draft(path, dtype=dtype, context=context, slots=slots, is_gpu=is_gpu)
     return plan_slice(
         folder,

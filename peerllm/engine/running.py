@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from peerllm.engine import fused
 from peerllm.engine.cache import KvCache
+from peerllm.engine.chain import AnyCache, AnySlice, CacheChain, ChainRunner, SliceChain
 from peerllm.engine.module_slice import ModuleSlice
 from peerllm.engine.runner import BUCKETS, PREFILL_BUCKETS, EagerRunner, GraphRunner, Runner, StaticSlice
 from peerllm.engine.slice import ModelSlice
@@ -34,7 +35,12 @@ def make_static(part: ModelSlice, cache: KvCache, path: str, *, max_rows: int) -
     return FusedSlice(part, cache, max_rows=max_rows, is_dependent=fused.has_dependent_launch(part.device))
 
 
-def make_runner(part: ModelSlice, cache: KvCache, path: str = "auto") -> Runner:
+def make_runner(part: AnySlice, cache: AnyCache, path: str = "auto") -> Runner:
     """The runner of a slice of the target model."""
+    if isinstance(part, SliceChain) or isinstance(cache, CacheChain):
+        if not (isinstance(part, SliceChain) and isinstance(cache, CacheChain)):
+            raise TypeError("a chain of slices has a chain of caches")
+        runners = [make_runner(each, of, path) for each, of in zip(part.parts, cache.caches, strict=True)]
+        return ChainRunner(runners, [each.device for each in part.parts])
     static = make_static(part, cache, path, max_rows=max(*BUCKETS, *PREFILL_BUCKETS))
     return EagerRunner(part, cache) if static is None else GraphRunner(static)

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from peerllm.daemon.agreement import check_own_range, check_plan, chosen_device, make_plan, offered_dtypes
+from peerllm.daemon.agreement import check_own_range, check_plan, chosen_devices, free_bytes, make_plan, offered_dtypes
 from peerllm.protocol.errors import LayersMismatch, ModelMismatch, PeerllmError
 from peerllm.protocol.identity import LayerRange, ModelIdentity
 from peerllm.protocol.messages import Answer, Offer
@@ -119,11 +119,18 @@ def test_a_plan_that_does_not_follow_from_what_was_said_is_refused() -> None:
 def test_a_dtype_or_device_that_the_machine_lacks_is_refused_with_what_it_has() -> None:
     machine = {"dtypes": ["float16", "float32"], "devices": [{"device": "cuda:0"}, {"device": "cpu"}]}
     assert offered_dtypes(machine, None) == ("float16", "float32")
-    assert chosen_device(machine, ("cpu",)) == {"device": "cpu"}
+    assert chosen_devices(machine, ("cpu",)) == [{"device": "cpu"}]
+    assert chosen_devices(machine, ()) == [{"device": "cuda:0"}]
     with pytest.raises(PeerllmError, match="float16, float32"):
         offered_dtypes(machine, "bfloat16")
     with pytest.raises(PeerllmError, match="cuda:0, cpu"):
-        chosen_device(machine, ("cuda:3",))
+        chosen_devices(machine, ("cuda:0", "cuda:3"))
+
+
+def test_several_devices_are_free_together_and_one_named_twice_once() -> None:
+    devices = [{"device": "cuda:0", "free_bytes": 8}, {"device": "cuda:1", "free_bytes": 4}]
+    assert free_bytes(chosen_devices({"devices": devices}, ("cuda:0", "cuda:1"))) == 12
+    assert free_bytes(chosen_devices({"devices": devices}, ("cuda:1", "cuda:1"))) == 4
 
 
 @pytest.mark.parametrize("named", ["0:12", "12:30", "0:29", "29:30"])

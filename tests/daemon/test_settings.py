@@ -16,6 +16,7 @@ from peerllm.protocol.identity import LayerRange
     [
         ("weights", "int8"),
         ("devices", ("cuda:0", "cuda:1")),
+        ("draft_device", "cuda:1"),
         ("layers", LayerRange(0, 4)),
         ("draft", "model:folder"),
         ("context", 512),

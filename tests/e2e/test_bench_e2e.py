@@ -32,7 +32,9 @@ def expected_rounds(follows: list[int], letter: int, right: list[int]) -> int:
 def test_two_daemons_make_the_planted_answer_in_the_rounds_that_the_chosen_agreement_takes(tmp_path) -> None:
     result = subprocess.run(
         [
-            *(sys.executable, "-m", "peerllm", "bench", "e2e", "--json", "--device", "cpu", "--threads", "1"),
+            *(sys.executable, "-m", "peerllm", "bench", "e2e", "--json", "--threads", "1"),
+            # The whole way through the daemons: layers over two devices, the draft beside them.
+            *("--devices", "cpu,cpu", "--draft-device", "cpu"),
             *("--shape", SHAPE, "--draft-shape", SHAPE, "--agree", ",".join(map(str, RATES)), "--rtt", str(RTT)),
             *("--draft-length", str(LENGTH), "--tokens", str(TOKENS), "--context", "512", "--dtype", "float32"),
         ],
