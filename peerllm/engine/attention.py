@@ -43,9 +43,9 @@ def grouped_attention(
     kv_heads = key.shape[1]
     groups = heads // kv_heads
     if attention_mask is None:
-        whole = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1
-        )
+        # Copied here: not every kernel of torch's has a gradient for grouped heads, and a sequence is short.
+        key, value = (each.repeat_interleave(groups, dim=1) if groups > 1 else each for each in (key, value))
+        whole = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
         return whole.transpose(1, 2).contiguous(), None
     query = query.reshape(batch, kv_heads, groups * rows, dim)
     mask = attention_mask.repeat(1, 1, groups, 1)

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,6 @@ def gains(draftings: Sequence[Drafting], times: Times) -> list[Gain]:
     return found
 
 
-@torch.inference_mode()
 def measure_times(draft: Path, target_folder: Path, part: ModelSlice) -> Times:
     """Of the draft in the folder `draft` and the loaded target, on the target's device and in its dtype."""
     context = min(part.shape.max_positions, _CONTEXT + 2 * max(_BLOCKS))
@@ -96,20 +96,6 @@ def measure_times(draft: Path, target_folder: Path, part: ModelSlice) -> Times:
     part.prepare(capacity)
     cache = part.make_cache(slots=1, capacity=capacity)
     runner = make_runner(part, cache)
-    prompt = [index * 7 % part.shape.vocabulary for index in range(max(2, context // 2))]
-    inputs = torch.tensor(prompt, device=part.device)
-    runner.open(0, Sampling())
-    runner.forward(0, inputs[:-1])
-    cache.advance([0], len(prompt) - 1)
-    blocks = {}
-    for rows in _BLOCKS:
-        candidates = [0] * (rows - 1)
-        block = inputs[-1:].repeat(rows)
-        blocks[rows] = _median_ms(
-            lambda block=block, candidates=candidates: runner.verify(  # type: ignore[misc]
-                0, block, candidates, len(prompt) - 1, Sampling()
-            )
-        )
     drafter = build_drafter(
         f"model:{draft}",
         target_folder,
@@ -121,10 +107,18 @@ def measure_times(draft: Path, target_folder: Path, part: ModelSlice) -> Times:
         embedding=None if part.embed is None else part.embed.weight.data,
         progress=lambda stage, fraction: None,
     )
-    one, many = (
-        _median_ms(lambda count=count: drafter.propose(0, prompt, count, 0.0, Sampling()))  # type: ignore[misc]
-        for count in (1, 1 + _DRAFTED)
-    )
+    prompt = [index * 7 % part.shape.vocabulary for index in range(max(2, context // 2))]
+    how = Sampling()
+    with torch.inference_mode():
+        inputs = torch.tensor(prompt, device=part.device)
+        runner.open(0, how)
+        runner.forward(0, inputs[:-1])
+        cache.advance([0], len(prompt) - 1)
+        blocks = {}
+        for rows in _BLOCKS:
+            work = partial(runner.verify, 0, inputs[-1:].repeat(rows), [0] * (rows - 1), len(prompt) - 1, how)
+            blocks[rows] = _median_ms(work)
+        one, many = (_median_ms(partial(drafter.propose, 0, prompt, count, 0.0, how)) for count in (1, 1 + _DRAFTED))
     return Times(max(1e-3, (many - one) / _DRAFTED), blocks)
 
 
