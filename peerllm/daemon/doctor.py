@@ -28,8 +28,8 @@ from peerllm.rooms.keys import StateLock
 from peerllm.rooms.probe import Reached, reach
 from peerllm.telemetry.watchdog import LoopWatchdog
 
-MACHINE_SECONDS = 30.0
-"""To import torch and look at its devices: 2 to 5 s, and several times that from a disk that is cold."""
+MACHINE_SECONDS = 60.0
+"""To import torch and look at its devices: 2 to 5 s, and ten times that from a cold disk or on a busy machine."""
 MEASURE_SECONDS = 30.0
 """The measurements over the link take 10 s; a path that breaks under them is not waited for."""
 

@@ -16,7 +16,7 @@ from tests.lab.net import PUBLIC, Lab
 from tests.lab.peers import PeerFailed, Peers
 from tests.lab.servers import relay, start_signaling, turn_options
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.timeout(300)]
 
 CREDENTIALS_SECONDS = 6.0
 
@@ -64,7 +64,7 @@ def doctor(lab: Lab, environment: dict[str, str]) -> dict[str, Any]:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=200,
         check=False,
     )
     return dict(json.loads(done.stdout))
@@ -78,7 +78,7 @@ def test_credentials_are_renewed_before_the_relay_refuses_the_old_ones(tmp_path:
             lab.argv("a", sys.executable, "-m", "tests.lab.renewing", f"ws://{PUBLIC}:8080", str(tmp_path)),
             capture_output=True,
             text=True,
-            timeout=90,
+            timeout=200,
             check=False,
         )
     assert done.returncode == 0, done.stderr
