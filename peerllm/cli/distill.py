@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(
         target=args.target,
         out=args.out.expanduser().absolute(),
-        device=args.device or _best_device(),
+        device=args.device,
         dtype=args.dtype,
         slots=args.slots,
         resume=args.resume,
@@ -130,12 +130,6 @@ def _stopping() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _best_device() -> str:
-    import torch
-
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
 def _check(args: argparse.Namespace) -> None:

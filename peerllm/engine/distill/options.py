@@ -79,7 +79,8 @@ class Settings:
 
     target: str
     out: Path
-    device: str = "cpu"
+    device: str | None = None
+    """None: the first GPU, else the CPU."""
     dtype: str | None = None
     """Of the target; None: float16 on a GPU, and bfloat16 where that overflows; float32 on the CPU."""
     slots: int | None = None

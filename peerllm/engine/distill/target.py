@@ -101,11 +101,12 @@ def load_target(
         BadRequest: the device or the dtype is not known here.
         ModelError: weights are missing or do not fit.
     """
+    name = settings.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(settings.device)
+        device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise BadRequest(f"--device {settings.device!r} cannot be used: {str(error).splitlines()[0]}") from error
+        raise BadRequest(f"--device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
     if settings.dtype is not None and settings.dtype not in DTYPES:
         raise BadRequest(f"--dtype {settings.dtype!r} is not one of {', '.join(DTYPES)}")
     tried = [settings.dtype] if settings.dtype else ["float32"] if device.type == "cpu" else ["float16", "bfloat16"]

@@ -65,6 +65,7 @@ def distil(target: Path, tmp_path: Path):
                 "target": str(target),
                 "out": tmp_path / "out",
                 "slots": 32,
+                "device": "cpu",
                 "evaluation_prompts": 2,
                 "report_seconds": 3600.0,
                 **options,

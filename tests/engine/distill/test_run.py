@@ -31,7 +31,7 @@ from tests.engine.pairs import GREEDY, Pair
 def finished(target, tmp_path_factory):
     """A run that is done, and its folder, for tests that look at it or copy it."""
     out = tmp_path_factory.mktemp("finished") / "out"
-    settings = Settings(target=str(target), out=out, slots=32, evaluation_prompts=1)
+    settings = Settings(target=str(target), out=out, slots=32, evaluation_prompts=1, device="cpu")
     run = Distillation(settings, {**QUICK, "tokens": 300}, say=lambda _: None, progress=lambda *_: None)
     assert run.run()
     return run, out
@@ -258,7 +258,20 @@ def test_ctrl_c_ends_the_command_with_a_draft_and_resume_ends_it_well(target, tm
     out = tmp_path / "out"
     options = [f"--{name.replace('_', '-')}={value}" for name, value in QUICK.items() if name != "tokens"]
     command = [
-        *(sys.executable, "-m", "peerllm", "distill", "--target", str(target), "--out", str(out), "--slots", "32"),
+        *(
+            sys.executable,
+            "-m",
+            "peerllm",
+            "distill",
+            "--target",
+            str(target),
+            "--out",
+            str(out),
+            "--slots",
+            "32",
+            "--device",
+            "cpu",
+        ),
         *("--evaluation-prompts", "4", "--threads", "1", "--resume", *options),
     ]
     with subprocess.Popen(
