@@ -101,3 +101,13 @@ async def test_a_server_whose_peer_goes_in_the_middle_of_a_flood_leaves_nothing_
         await pair.right.link.close()
         with pytest.raises(PeerAway):
             await serving
+
+
+async def test_being_told_that_all_is_done_ends_a_flood_at_once(pair: Pair) -> None:
+    await pair.start()
+    serving = asyncio.create_task(bench.serve(pair.right.link))
+    await pair.left.link.send(bench._message(bench._FLOOD, 0, 10_000))
+    async with asyncio.timeout(6):
+        await pair.left.link.receive()
+        await bench.finish(pair.left.link)
+        await serving
