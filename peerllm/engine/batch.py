@@ -149,6 +149,7 @@ class BatchDecoder:
         self._lengths = numpy.zeros(slots, dtype=numpy.int64)
         self._is_running = numpy.zeros(slots, dtype=bool)
         self._has_shared = numpy.ones(slots, dtype=bool)
+        self._computed = slots
         with torch.inference_mode():
             self._replay: Replay = GraphPool(device).capture(self._advance)
             self._take_in_shared()
@@ -238,8 +239,8 @@ class BatchDecoder:
         Raises:
             NonFinite: logits that are not finite.
         """
-        if isinstance(self.static, BatchModules) and self.part.device.type == "cpu":
-            self.static.length = min(self.capacity, int(self._lengths[self._is_running].max(initial=1)) + self._window)
+        if self.part.device.type == "cpu":
+            self._narrow()
         self._step.zero_()
         for _ in range(self._window):
             self._replay.replay()
@@ -254,27 +255,38 @@ class BatchDecoder:
         self._is_running = still
         return ended.tolist()
 
+    def _narrow(self) -> None:
+        """Eagerly, slots that are idle and rows that are not there cost as much as others: they are left out."""
+        running = numpy.flatnonzero(self._is_running)
+        self._computed = int(running.max(initial=0)) + 1
+        self._out[: self._window].fill_(_IDLE)
+        self._out[self._window :].zero_()
+        if isinstance(self.static, BatchModules):
+            longest = int(self._lengths[running].max(initial=1))
+            self.static.length = min(self.capacity, longest + self._window)
+
     # --- The device's side ------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """One step of every slot."""
-        slots, static, positions = self.slots, self.static, self._cache.positions
-        tokens = static.tokens[:slots]
+        """One step of every slot, or of the first `_computed`."""
+        slots, static = self._computed, self.static
+        tokens, positions = static.tokens[:slots], self._cache.positions[:slots]
         static.forward(1, slots)
         static.logits(slots, self._logits)
         choices, flags = self._chooser.choose(self._logits, static.slots[:slots], self._state)
-        running = self._running
-        is_forced = self._queue_at < self._queue_end
-        place = self._queue_at.clamp(max=self.capacity - 1)[:, None]
-        said = torch.where(is_forced, self._queue.gather(1, place)[:, 0], choices.to(torch.int64))
-        self._out.index_copy_(0, self._step, torch.where(running, said, _IDLE).to(torch.int32)[None])
+        running, queue_at = self._running[:slots], self._queue_at[:slots]
+        is_forced = queue_at < self._queue_end[:slots]
+        place = queue_at.clamp(max=self.capacity - 1)[:, None]
+        said = torch.where(is_forced, self._queue[:slots].gather(1, place)[:, 0], choices.to(torch.int64))
+        out = self._out[:, :slots]
+        out.index_copy_(0, self._step, torch.where(running, said, _IDLE).to(torch.int32)[None])
         tokens.copy_(torch.where(running, said, tokens))
         positions.add_(running)
-        self._queue_at.add_(is_forced & running)
-        is_over = (self._is_stop.index_select(0, said) & ~is_forced) | (positions + 1 >= self._limits)
-        self._out[self._window + 1].add_(torch.where(running, flags, 0))
+        queue_at.add_(is_forced & running)
+        is_over = (self._is_stop.index_select(0, said) & ~is_forced) | (positions + 1 >= self._limits[:slots])
+        out[self._window + 1].add_(torch.where(running, flags, 0))
         running.logical_and_(~is_over)
-        self._out[self._window].copy_(running)
+        out[self._window].copy_(running)
         self._step.add_(1).clamp_(max=self._window - 1)
 
     @torch.inference_mode()
