@@ -9,7 +9,7 @@ _peerllm() {
     local word=${COMP_WORDS[COMP_CWORD]}
     if [ "$COMP_CWORD" -eq 1 ]; then
         COMPREPLY=($(compgen -W "@COMMANDS@" -- "$word"))
-    elif [ "${COMP_WORDS[1]}" = join ] && [ "$COMP_CWORD" -eq 2 ]; then
+    elif [[ "${COMP_WORDS[1]}" =~ ^(join|doctor)$ && "$COMP_CWORD" -eq 2 ]]; then
         COMPREPLY=($(peerllm completion --code "$word"))
         compopt -o nospace 2>/dev/null
     else
@@ -21,7 +21,7 @@ complete -F _peerllm peerllm
 _ZSH = "autoload -U +X bashcompinit && bashcompinit\n" + _BASH
 _FISH = """\
 complete -c peerllm -n __fish_use_subcommand -f -a "@COMMANDS@"
-complete -c peerllm -n "__fish_seen_subcommand_from join" -f -a "(peerllm completion --code (commandline -ct))"
+complete -c peerllm -n "__fish_seen_subcommand_from join doctor" -f -a "(peerllm completion --code (commandline -ct))"
 """
 SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 

@@ -25,8 +25,9 @@ def test_bash_completes_commands() -> None:
     assert complete(["peerllm", "sta"]) == ["status"]
 
 
-def test_bash_completes_the_words_of_a_room_code() -> None:
-    found = complete(["peerllm", "join", "4127-wal"])
+@pytest.mark.parametrize("command", ["join", "doctor"])
+def test_bash_completes_the_words_of_a_room_code(command: str) -> None:
+    found = complete(["peerllm", command, "4127-wal"])
     assert "4127-walnut" in [code.rstrip("-") for code in found]
     assert all(code.startswith("4127-wal") for code in found)
 
