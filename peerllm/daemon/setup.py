@@ -102,7 +102,9 @@ class Setup:
         kind, _, draft = self._config.draft.partition(":")
         if kind == "model":
             try:
-                await self._engine.call("check_draft", folder=draft)
+                is_here = self._model is not None and not self._model["download_bytes"]
+                target = self._model["folder"] if self._model is not None and is_here else None
+                await self._engine.call("check_draft", folder=draft, target=target)
             except PeerllmError as error:
                 raise DraftMismatch(f"--draft {self._config.draft}: {error.message}") from None
 

@@ -14,7 +14,7 @@ from peerllm.engine.machine import machine
 from peerllm.engine.planting import as_whole
 from peerllm.engine.results import Prefilled
 from peerllm.engine.tokens import Tokens
-from peerllm.models.drafts import check_draft
+from peerllm.models.drafts import check_draft, check_target, is_draft
 from peerllm.protocol import limits
 from peerllm.protocol.errors import EngineError, ProtocolError
 from peerllm.protocol.fields import from_map, to_map
@@ -83,7 +83,10 @@ class Operations:
         return as_whole(found).to_map(), b""
 
     def _check_draft(self, header: dict[str, Any], payload: bytes) -> Answer:
-        check_draft(_text(header, "folder"))
+        folder, target = _text(header, "folder"), _optional_text(header, "target")
+        check_draft(folder)
+        if target is not None and is_draft(folder):
+            check_target(folder, target, self._progress)
         return {}, b""
 
     def _find(self, header: dict[str, Any], payload: bytes) -> Answer:
