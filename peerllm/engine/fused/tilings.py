@@ -60,7 +60,16 @@ def default_tiling(columns: int, depth: int, *, is_gated: bool) -> Tiling:
 
 INT8_PARTS = 8
 """Into which an int8 product's depth may be cut at most."""
-TILINGS_INT8: dict[tuple[int, int, bool, int], Tiling] = {}
+TILINGS_INT8: dict[tuple[int, int, bool, int], Tiling] = {
+    (18944, 3584, True, 16): Tiling(32, 256, 4, 4),
+    (3584, 18944, False, 16): Tiling(64, 256, 2, 4, parts=3),
+    (4608, 3584, False, 16): Tiling(128, 256, 4, 3, parts=4),
+    (3584, 3584, False, 16): Tiling(64, 256, 2, 4, parts=3),
+    (18944, 3584, True, 128): Tiling(64, 128, 8, 4),
+    (3584, 18944, False, 128): Tiling(128, 128, 8, 4, parts=8),
+    (4608, 3584, False, 128): Tiling(64, 128, 8, 3, parts=4),
+    (3584, 3584, False, 128): Tiling(64, 128, 8, 3, parts=3),
+}
 """(columns, depth, whether gated, rows of a tile) to what was measured best on an H200."""
 _PROGRAMS = 256
 """So many keep the multiprocessors of a large GPU busy, two on each."""

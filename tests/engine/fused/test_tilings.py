@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peerllm.engine import bench_int8
-from peerllm.engine.fused.tilings import INT8_PARTS, TILINGS, Tiling, int8_tiling, parts_for
+from peerllm.engine.fused.tilings import INT8_PARTS, TILINGS, TILINGS_INT8, Tiling, int8_tiling, parts_for
 from peerllm.engine.shapes import NAMES, named_config
 from peerllm.engine.slice import SliceShape
 
@@ -43,4 +43,6 @@ def test_a_tile_fits_the_shared_memory_of_smaller_gpus_and_is_left_alone_where_i
     assert (fitted.block_n, fitted.parts) == (wide.block_n, wide.parts)
     for (_, _, is_gated), tiling in TILINGS.items():
         assert tiling.fitted(2 * 16 + 2 * tiling.block_n * (2 if is_gated else 1), hopper) == tiling
+    for (_, _, is_gated, rows), tiling in TILINGS_INT8.items():
+        assert tiling.fitted(2 * rows + tiling.block_n * (2 if is_gated else 1), hopper) == tiling
     assert Tiling(64, 128, 4, 8).fitted(1 << 20, small) == Tiling(64, 32, 4, 2)
