@@ -22,7 +22,7 @@ from peerllm.engine.drafting.base import Drafter, NoDrafter
 from peerllm.engine.drafting.build import build_drafter
 from peerllm.engine.drafting.graph import GraphDrafter
 from peerllm.engine.drafting.model import ModelDrafter
-from peerllm.engine.memory import free_memory, plan_for, require
+from peerllm.engine.memory import free_memory, plans_for, require
 from peerllm.engine.results import Drafted, Loaded, Prefilled, Stopwatch, Verified
 from peerllm.engine.runner import Runner
 from peerllm.engine.running import make_runner
@@ -143,15 +143,22 @@ class Engine:
         clock = time.perf_counter()
         most = min(parts[0].shape.max_positions, limits.MAX_CONTEXT)
         spec = draft if layers.first == 0 else "none"
-        plans = [
-            partial(plan_for, folder, each, spec, dtype, weights, slots, place, draft_device or device)
-            for each, place in zip(ranges, places, strict=False)
-        ]
+        planned = partial(
+            plans_for,
+            folder,
+            ranges,
+            places,
+            draft=spec,
+            draft_device=torch.device(draft_device or device),
+            dtype=dtype,
+            weights=weights,
+            slots=slots,
+        )
         # Without a wish it is what fits; a wish that does not fit is refused.
-        fitting = min(plan(most).largest_context() or most for plan in plans)
+        fitting = min(plan.largest_context() or most for _, plan in planned(context=most))
         context = min(context, most) if context else max(1, min(most, fitting))
-        for plan, place in zip(plans, places, strict=False):
-            require(plan(context), place)
+        for place, plan in planned(context=context):
+            require(plan, place)
         for each_part, place in zip(parts, places, strict=False):
             load_weights(each_part, folder, codec.DTYPES[dtype], place, progress, weights=weights)
         part = SliceChain(parts) if len(parts) > 1 else parts[0]

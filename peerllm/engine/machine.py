@@ -33,6 +33,13 @@ def machine() -> dict[str, Any]:
     }
 
 
+def indexed(device: torch.device) -> torch.device:
+    """The one name of a device, as tensors have it: `cuda` is the current GPU, and the CPU has no number."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
 def host_memory() -> tuple[int, int]:
     """(available, total) bytes of this machine's memory; zeros where the kernel does not say."""
     try:

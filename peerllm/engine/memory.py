@@ -5,12 +5,13 @@ A device that is too small says so at once, with the numbers and the largest con
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from peerllm.engine.machine import host_memory
+from peerllm.engine.machine import host_memory, indexed
 from peerllm.engine.runner import BUCKETS
 from peerllm.engine.slice import SliceShape, read_config
 from peerllm.models.allowlist import ModelShape, check_folder
@@ -43,6 +44,8 @@ class Plan:
     """Everything of a draft model on the same device."""
     free: int
     """0 where it is not known."""
+    is_for_draft: bool = False
+    """Whether all of it is a draft model's, alone on its device."""
 
     @property
     def cache(self) -> int:
@@ -69,7 +72,8 @@ class Plan:
         if self.draft:
             parts["draft model"] = self.draft
         listed = ", ".join(f"{name} {size // _MIB} MiB" for name, size in parts.items())
-        return f"{self.total // _MIB} MiB are needed ({listed}); {self.free // _MIB} MiB are free"
+        what = " for the draft model" if self.is_for_draft else ""
+        return f"{self.total // _MIB} MiB are needed{what} ({listed}); {self.free // _MIB} MiB are free"
 
 
 def plan_slice(
@@ -103,8 +107,24 @@ def plan_slice(
     )
 
 
-def plan_draft(folder: Path | str, *, dtype: str, context: int, slots: int, is_gpu: bool) -> int:
-    """Bytes of a whole draft model with its caches."""
+def plan_draft(
+    folder: Path | str, *, dtype: str, context: int, slots: int, is_gpu: bool, is_embedding_shared: bool = True
+) -> int:
+    """Bytes of a whole draft model with its caches, beside a slice that counts what a device needs once.
+
+    Args:
+        is_embedding_shared: whether a draft that was made for its target finds the target's embedding on its device.
+    """
+    alone = plan_draft_alone(folder, dtype=dtype, context=context, slots=slots, free=0, is_gpu=is_gpu)
+    total = alone.total - (_CUDA_CONTEXT_BYTES if is_gpu else 0)
+    if is_embedding_shared and is_draft(folder):
+        shape = SliceShape.of(read_config(folder))
+        total -= shape.vocabulary * shape.width * DTYPE_BYTES[dtype]
+    return total
+
+
+def plan_draft_alone(folder: Path | str, *, dtype: str, context: int, slots: int, free: int, is_gpu: bool) -> Plan:
+    """The plan of a draft model on a device that has nothing of the slice: an embedding is its own there."""
     shape = SliceShape.of(read_config(folder))
     plan = plan_slice(
         folder,
@@ -113,16 +133,15 @@ def plan_draft(folder: Path | str, *, dtype: str, context: int, slots: int, is_g
         weights="",
         context=context,
         slots=slots,
-        free=0,
+        free=free,
         is_gpu=is_gpu,
     )
-    total = plan.total - (_CUDA_CONTEXT_BYTES if is_gpu else 0)
+    size = plan.weights
     if is_draft(folder):
-        # The embedding is the target's own, on the same device; the head has some of the tokens.
+        # The head has some of the tokens, also where the whole model's is its embedding.
         row = shape.width * DTYPE_BYTES[dtype]
-        kept = len(read_draft(folder).tokens)
-        total += kept * row - shape.vocabulary * row * (1 if shape.is_tied else 2)
-    return total
+        size += len(read_draft(folder).tokens) * row - (0 if shape.is_tied else shape.vocabulary * row)
+    return replace(plan, weights=size, is_for_draft=True)
 
 
 def int8_saving(shape: ModelShape, layers: int, dtype: str) -> int:
@@ -151,7 +170,12 @@ def require(plan: Plan, device: torch.device | str) -> None:
     if plan.fits:
         return
     largest = plan.largest_context()
-    advice = f"a context of {largest} would fit" if largest > 0 else "hold fewer layers, or run them with int8 weights"
+    if largest > 0:
+        advice = f"a context of {largest} would fit"
+    elif plan.is_for_draft:
+        advice = "draft on another device, or with a smaller model"
+    else:
+        advice = "hold fewer layers, or run them with int8 weights"
     raise NotEnoughMemory(f"{device}: {plan.words()}; {advice}")
 
 
@@ -160,35 +184,67 @@ def free_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory()[0]
 
 
-def plan_for(
+def plans_for(
     folder: Path | str,
-    layers: LayerRange,
+    ranges: Sequence[LayerRange],
+    places: Sequence[torch.device],
+    *,
     draft: str,
+    draft_device: torch.device,
     dtype: str,
     weights: str,
     slots: int,
-    device: torch.device,
-    draft_device: torch.device | str | None,
     context: int,
-) -> Plan:
-    """The plan of a slice and of the draft that `draft` names, where both are on `device`."""
-    is_gpu = device.type == "cuda"
-    free = free_memory(device)
-    if not is_gpu:
-        # The kernel gives a cache's pages as they are written, and one sequence is the rule.
-        slots = 1
-    drafts = 0
+) -> list[tuple[torch.device, Plan]]:
+    """What each device is to hold: the slice's parts in order, then a draft that is on none of their devices.
+
+    Args:
+        ranges: of the slice's parts, one for each of `places`; a place too many holds nothing.
+        draft: `none`, `ngram` or `model:PATH`.
+        slots: sequences at once, on a GPU.
+        context: positions of a sequence.
+    """
     kind, _, path = draft.partition(":")
-    if kind == "model" and path and torch.device(draft_device or device) == device:
-        drafts = plan_draft(path, dtype=dtype, context=context, slots=slots, is_gpu=is_gpu)
-    return plan_slice(
-        folder,
-        layers,
-        dtype=dtype,
-        weights=weights,
-        context=context,
-        slots=slots,
-        free=free,
-        is_gpu=is_gpu,
-        draft=drafts,
-    )
+    drafting = indexed(draft_device) if kind == "model" and path else None
+    plans = []
+    for layers, place in zip(ranges, places, strict=False):
+        counted = _slots_on(place, slots)
+        is_gpu = place.type == "cuda"
+        drafts = 0
+        if indexed(place) == drafting:
+            drafts = plan_draft(
+                path,
+                dtype=dtype,
+                context=context,
+                slots=counted,
+                is_gpu=is_gpu,
+                is_embedding_shared=indexed(places[0]) == drafting,
+            )
+        plan = plan_slice(
+            folder,
+            layers,
+            dtype=dtype,
+            weights=weights,
+            context=context,
+            slots=counted,
+            free=free_memory(place),
+            is_gpu=is_gpu,
+            draft=drafts,
+        )
+        plans.append((place, plan))
+    if drafting is not None and all(indexed(place) != drafting for place, _ in plans):
+        plan = plan_draft_alone(
+            path,
+            dtype=dtype,
+            context=context,
+            slots=_slots_on(drafting, slots),
+            free=free_memory(drafting),
+            is_gpu=drafting.type == "cuda",
+        )
+        plans.append((drafting, plan))
+    return plans
+
+
+def _slots_on(device: torch.device, slots: int) -> int:
+    """The kernel gives a cache's pages in the host's memory as they are written, and one sequence is the rule."""
+    return slots if device.type == "cuda" else 1

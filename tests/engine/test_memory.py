@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from peerllm.engine import memory
+from peerllm.engine.drafting.build import build_drafter
 from peerllm.engine.engine import Engine
 from peerllm.engine.shapes import named_config
 from peerllm.protocol.errors import NotEnoughMemory
 from peerllm.protocol.identity import LayerRange
+from tests.engine.cut_drafts import whole_draft
 
 GIB = 1 << 30
 CARD = 8 * GIB - 400 * (1 << 20)
@@ -86,3 +89,120 @@ def test_without_a_wish_the_context_is_what_fits(tiny, monkeypatch):
     needed = _plan(folder, LayerRange(0, 4), dtype="float32", context=300, is_gpu=False).total
     monkeypatch.setattr(memory, "host_memory", lambda: (needed, 1 << 40))
     assert Engine.load(folder, LayerRange(0, 4)).loaded.context == 300
+
+
+def _fake_gpus(monkeypatch, **free):
+    """Devices of so many free bytes, `cuda_1=…`; whatever would be read from a file ends the loading."""
+
+    class Read(Exception):
+        pass
+
+    def read(*_, **__):
+        raise Read
+
+    def free_memory(device):
+        return free[str(device).replace(":", "_")]
+
+    monkeypatch.setattr(memory, "free_memory", free_memory)
+    monkeypatch.setattr("peerllm.engine.engine.free_memory", free_memory)
+    monkeypatch.setattr("peerllm.engine.engine.load_weights", read)
+    return Read
+
+
+def _plans(folder, ranges, places, draft, on, **options):
+    defaults = {"dtype": "float16", "weights": "unquantised", "slots": 2, "context": 512}
+    devices = [torch.device(place) for place in places]
+    layers = [LayerRange(*each) for each in ranges]
+    plans = memory.plans_for(
+        folder, layers, devices, draft=f"model:{draft}", draft_device=torch.device(on), **{**defaults, **options}
+    )
+    return {str(device): plan for device, plan in plans}
+
+
+def test_a_draft_is_planned_on_its_own_device_or_beside_the_layers_that_are_there(qwen, monkeypatch):
+    target, draft = qwen
+    _fake_gpus(monkeypatch, cuda_0=16 * GIB, cuda_1=3 * GIB, cpu=5 * GIB)
+    beside = _plans(target, [(0, 14)], ["cuda:0"], draft, "cuda:0")
+    assert list(beside) == ["cuda:0"] and beside["cuda:0"].draft > 0
+    for place, free in (("cuda:1", 3 * GIB), ("cpu", 5 * GIB)):
+        apart = _plans(target, [(0, 14)], ["cuda:0"], draft, place)
+        assert list(apart) == ["cuda:0", place] and apart["cuda:0"].draft == 0
+        assert (apart[place].free, apart[place].context) == (free, 512)
+        assert apart["cuda:0"].total + beside["cuda:0"].draft == beside["cuda:0"].total
+    # What a process takes of a GPU is counted on each, once.
+    apart = _plans(target, [(0, 14)], ["cuda:0"], draft, "cuda:1")["cuda:1"]
+    assert apart.total - beside["cuda:0"].draft == memory._CUDA_CONTEXT_BYTES
+    spread = _plans(target, [(0, 7), (7, 14)], ["cuda:0", "cuda:1"], draft, "cuda:1")
+    assert [(place, plan.draft > 0) for place, plan in spread.items()] == [("cuda:0", False), ("cuda:1", True)]
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram"])
+def test_without_a_draft_model_its_device_has_no_plan(qwen, draft):
+    plans = memory.plans_for(
+        qwen[0], [LayerRange(0, 14)], [torch.device("cpu")], draft=draft, draft_device=torch.device("cuda:1"),
+        dtype="float16", weights="unquantised", slots=2, context=512,
+    )  # fmt: skip
+    assert [str(device) for device, _ in plans] == ["cpu"]
+
+
+def test_the_cpu_has_one_name(tiny):
+    folder = tiny("llama").folder
+    assert list(_plans(folder, [(0, 2)], ["cpu"], folder, "cpu:0", dtype="float32")) == ["cpu"]
+
+
+def test_a_draft_alone_that_does_not_fit_is_refused_with_its_devices_numbers_before_anything_is_read(tiny, monkeypatch):
+    folder = tiny("llama").folder
+    options = {"devices": ("cuda:0",), "draft_device": "cuda:1", "draft": f"model:{folder}"}
+    _fake_gpus(monkeypatch, cuda_0=GIB, cuda_1=GIB)
+    needed = _plans(folder, [(0, 2)], ["cuda:0"], folder, "cuda:1", dtype="float32")["cuda:1"].total
+    _fake_gpus(monkeypatch, cuda_0=GIB, cuda_1=needed - 1)
+    words = r"cuda:1: \d+ MiB are needed for the draft model \(weights .* MiB are free; a context of 511 would fit"
+    with pytest.raises(NotEnoughMemory, match=words):
+        Engine.load(folder, LayerRange(0, 2), context=512, **options)
+    _fake_gpus(monkeypatch, cuda_0=GIB, cuda_1=needed // 2)
+    with pytest.raises(NotEnoughMemory, match=r"cuda:1: .*; draft on another device, or with a smaller model"):
+        Engine.load(folder, LayerRange(0, 2), context=512, **options)
+    # The slice of a peer that does not draft needs nothing there.
+    read = _fake_gpus(monkeypatch, cuda_0=GIB, cuda_1=1)
+    with pytest.raises(read):
+        Engine.load(folder, LayerRange(2, 4), context=512, **options)
+
+
+def test_without_a_wish_the_context_is_what_fits_on_the_drafts_device_too(tiny, monkeypatch):
+    folder = tiny("llama").folder
+    options = {"devices": ("cuda:0",), "draft_device": "cuda:1", "draft": f"model:{folder}"}
+    _fake_gpus(monkeypatch, cuda_0=GIB, cuda_1=GIB)
+    needed = _plans(folder, [(0, 2)], ["cuda:0"], folder, "cuda:1", dtype="float32", context=300)["cuda:1"].total
+    read = _fake_gpus(monkeypatch, cuda_0=GIB, cuda_1=needed)
+    for context in (None, 300):
+        with pytest.raises(read):
+            Engine.load(folder, LayerRange(0, 2), context=context, **options)
+    with pytest.raises(NotEnoughMemory):
+        Engine.load(folder, LayerRange(0, 2), context=301, **options)
+
+
+def test_the_plan_of_a_draft_alone_is_what_its_drafter_then_holds(tiny, tmp_path):
+    """A cut draft too: away from the target's embedding it has one of its own."""
+    for family in ("llama", "qwen2"):
+        target = tiny(family).folder
+        cut = whole_draft(tmp_path / family, target, list(range(100)))
+        for draft in (target, cut):
+            plan = memory.plan_draft_alone(draft, dtype="float32", context=100, slots=4, free=0, is_gpu=False)
+            drafter = build_drafter(
+                f"model:{draft}", target, vocabulary=304, slots=4, context=100, dtype=torch.float32, device="cpu",
+                path="eager", progress=lambda stage, fraction: None,
+            )  # fmt: skip
+            rotary = sum(each.nbytes for each in drafter._model.rotary_table)
+            held = drafter.byte_count + rotary
+            assert held <= plan.weights + plan.cache <= 1.01 * held
+
+
+def test_a_cut_draft_beside_later_layers_has_an_embedding_of_its_own(tiny, tmp_path, monkeypatch):
+    """The target's is on the device of its first layers."""
+    target = tiny("llama").folder
+    cut = whole_draft(tmp_path / "cut", target, list(range(100)))
+    _fake_gpus(monkeypatch, cuda_0=GIB, cuda_1=GIB)
+    both = [(0, 1), (1, 2)], ["cuda:0", "cuda:1"]
+    with_the_first = _plans(target, *both, cut, "cuda:0", dtype="float32")["cuda:0"].draft
+    with_the_second = _plans(target, *both, cut, "cuda:1", dtype="float32")["cuda:1"].draft
+    assert with_the_second - with_the_first == 304 * 64 * 4

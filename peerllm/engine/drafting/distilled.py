@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from peerllm.engine.machine import indexed
 from peerllm.engine.slice import ModelSlice, read_config
 from peerllm.engine.weights import Progress
 from peerllm.models.checkpoint import Checkpoint, Staging, load_parameters
@@ -79,7 +80,7 @@ def load_distilled(
     part = CutSlice(config, tokens)
     checkpoint = Checkpoint.open(folder)
     load_parameters(part, checkpoint, part.own_map(), dtype, device, partial(progress, "reading the draft model"))
-    if embedding is not None and embedding.device == _indexed(device) and embedding.dtype == dtype:
+    if embedding is not None and embedding.device == indexed(device) and embedding.dtype == dtype:
         part.is_embedding_shared = True
     else:
         embedding = torch.empty(whole.vocab_size, whole.hidden_size, dtype=dtype, device=device)
@@ -108,10 +109,3 @@ def give_head(part: CutSlice, rows: torch.Tensor) -> None:
     if part.head is None:
         raise RuntimeError("a draft ends with the head")
     part.head.weight = nn.Parameter(rows, requires_grad=False)
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """`cuda` is the current GPU; a tensor's device always has its number."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
