@@ -19,7 +19,7 @@ def status_line(report: Mapping[str, Any]) -> str:
     """Where the run is, how fast, and the loss."""
     parts = [
         f"{report['progress']:.0%} done in {report['seconds'] / 60:.1f} min",
-        f"{count(report['made'])} tokens made at {report['tokens_per_second']:,.0f}/s",
+        f"{count(report['made'])} tokens of answers made, generating {report['tokens_per_second']:,.0f}/s",
     ]
     if report["training_tokens_per_second"]:
         parts.append(f"trained on {count(report['trained'])} at {report['training_tokens_per_second']:,.0f}/s")

@@ -55,7 +55,7 @@ def test_a_draft_of_a_minute_is_better_than_it_began_and_drafts_for_its_target(d
     assert after["per_round"]["8"] > before["per_round"]["8"] + 0.05
     assert divergences[-1] < 2.0, "of 4.5 at the beginning"
     text = "\n".join(lines)
-    for words in ("tokens made at", "agreement", "K=8", "own stop", "160 ms round trip", "Cost on a CPU"):
+    for words in ("tokens of answers made", "agreement", "K=8", "own stop", "160 ms round trip", "Cost on a CPU"):
         assert words in text
     # What it promised is what rounds with it give, on answers that it was not trained on.
     out = tmp_path / "out"
