@@ -23,6 +23,7 @@ DEFAULT_VOCAB_TOP = 16384
 DEFAULT_TOKENS = 40_000_000
 WAVES = 16
 MOST_WAVE_TOKENS = 2_000_000
+_WARMUP_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +48,6 @@ class Recipe:
     step_tokens: int = 32768
     """Of one step of the optimiser."""
     learning_rate: float = 1e-3
-    warmup: float = 0.02
-    """The share of the whole run in which the learning rate rises; from there it falls to nothing."""
     held_out_every: int = 64
     """One prompt of so many, by its hash, is never trained on."""
     prompts: str | None = None
@@ -65,6 +64,12 @@ class Recipe:
             name: tuple(each) if isinstance(each, list) else each for name, each in value.items() if name in known
         }
         return cls(**found)
+
+    def warmup_steps(self) -> int:
+        """Steps in which the learning rate rises: a hundred, or fewer where the whole run has few."""
+        if self.hours is not None:
+            return _WARMUP_STEPS
+        return max(1, min(_WARMUP_STEPS, self.tokens * self.reuse // self.step_tokens // 50))
 
     def wave_tokens(self) -> int:
         """Of the answers that are made before the student is trained on them."""

@@ -269,7 +269,7 @@ class Distillation:
         for step in batches([*wave, *again], recipe.step_tokens, chance.getrandbits(32)):
             self._tick()
             began = self._clock()
-            figures = trainer.step(step, state.progress())
+            figures = trainer.step(step, state.progress(), state.steps)
             state.training_seconds += self._clock() - began
             state.trained += figures.tokens
             state.steps += 1

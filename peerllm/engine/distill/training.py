@@ -38,10 +38,14 @@ class StepFigures:
     tokens: int
 
 
-def rate_at(progress: float, recipe: Recipe) -> float:
-    """The learning rate when a share of `progress` of the run is done: up in a line, then down in one."""
-    rise = min(1.0, progress / recipe.warmup) if recipe.warmup > 0 else 1.0
-    return recipe.learning_rate * max(rise, 0.05) * max(_LEAST_RATE, 1.0 - progress)
+def rate_at(progress: float, step: int, recipe: Recipe) -> float:
+    """The learning rate of step number `step` (from 0) when a share of `progress` of the run is done.
+
+    Up in a line by steps, down in one by progress: where a run is measured in hours, much of it may be gone before the
+    first step.
+    """
+    rise = min(1.0, (step + 1) / recipe.warmup_steps())
+    return recipe.learning_rate * rise * max(_LEAST_RATE, 1.0 - progress)
 
 
 def batches(samples: Sequence[Sample], step_tokens: int, seed: int) -> list[list[Sample]]:
@@ -98,8 +102,8 @@ class Trainer:
         )
         self._half = torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else None
 
-    def step(self, samples: Sequence[Sample], progress: float) -> StepFigures:
-        """One step on these answers.
+    def step(self, samples: Sequence[Sample], progress: float, number: int = 0) -> StepFigures:
+        """Step `number` of the run on these answers.
 
         Raises:
             NotEnoughMemory: not even the longest of them alone fits.
@@ -123,7 +127,7 @@ class Trainer:
             self.optimiser.zero_grad(set_to_none=True)
             raise NonFinite("the loss is not a number; try a lower --learning-rate, or another --dtype")
         for group in self.optimiser.param_groups:
-            group["lr"] = rate_at(progress, self._recipe)
+            group["lr"] = rate_at(progress, number, self._recipe)
         self.optimiser.step()
         return figures
 

@@ -155,10 +155,13 @@ def test_every_answer_is_in_one_step_and_no_step_is_too_large():
     assert sorted(widths)[len(widths) // 2] <= 6, "answers of like length stand together"
 
 
-def test_the_learning_rate_rises_and_then_falls():
-    rates = [rate_at(share, RECIPE) for share in (0.0, 0.01, 0.02, 0.5, 0.99, 1.0, 1.5)]
-    assert rates[0] < rates[1] < rates[2] > rates[3] > rates[4] >= rates[5] == rates[6] > 0
-    assert max(rates) <= RECIPE.learning_rate
+def test_the_learning_rate_rises_by_steps_and_falls_by_progress():
+    recipe = Recipe(layers=1, init_from=(0,), vocab_top=10, hours=1.0)
+    rates = [rate_at(share, step, recipe) for share, step in ((0.1, 0), (0.1, 50), (0.1, 99), (0.5, 400), (1.5, 900))]
+    assert rates[0] < rates[1] < rates[2] > rates[3] > rates[4] > 0
+    assert rates[2] == pytest.approx(0.9 * recipe.learning_rate)
+    short = Recipe(layers=1, init_from=(0,), vocab_top=10, tokens=1000, reuse=2, step_tokens=100)
+    assert rate_at(0.0, 0, short) == short.learning_rate, "twenty steps are too few to rise in"
 
 
 def test_the_head_has_the_tokens_that_are_used_most():
