@@ -58,4 +58,10 @@ def replace_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file
 
     whole = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-    replace_file(path, lambda half: save_file(whole, str(half), metadata={"format": "pt"}))
+
+    def write(half: Path) -> None:
+        save_file(whole, str(half), metadata={"format": "pt"})
+        # safetensors writes for its owner alone; a draft is a file like others.
+        half.chmod(0o644)
+
+    replace_file(path, write)
