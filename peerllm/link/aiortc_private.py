@@ -75,6 +75,8 @@ async def _end(task: asyncio.Task[None]) -> None:
     while not task.done():
         task.cancel()
         await asyncio.wait([task], timeout=_CANCEL_AGAIN_SECONDS)
+    if not task.cancelled():
+        task.exception()  # seen, though nobody may ask: its stack is being closed
 
 
 class DtlsTransport(RTCDtlsTransport):  # type: ignore[misc]
@@ -151,8 +153,6 @@ class DtlsTransport(RTCDtlsTransport):  # type: ignore[misc]
         self._take = None
         if task is not None:
             await _end(task)
-            if not task.cancelled():
-                task.exception()  # seen: the stack is gone, for whatever reason
 
 
 class StockSctpTransport(RTCSctpTransport):  # type: ignore[misc]

@@ -182,8 +182,9 @@ MAX_SCTP_RECEIVE_BYTES = 4 * MIB
 """Fragments that may wait for their message's others: two windows' worth."""
 SCTP_FIRST_T3_SECONDS = 1.0
 SCTP_MIN_T3_SECONDS = 0.2
-MAX_ATTEMPTS = 4
-"""Connections that are being made at the same time for one link; the oldest gives way."""
+MAX_ATTEMPTS = 10
+"""Connections that are being made at the same time for one link; the oldest gives way. Begun one a second, each has the
+whole of SIGNALING_SECONDS and ICE_SECONDS: with fewer, a path that takes as long to make would never be made again."""
 
 # --- Time, seconds ----------------------------------------------------------------------------------------------------
 SIGNALING_SECONDS = 4.0

@@ -45,7 +45,7 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
 
 @pytest_asyncio.fixture
 async def up(wire: Wire) -> AsyncIterator[Pair]:
-    pair = Pair(kept_seconds=5.0)
+    pair = Pair(kept_seconds=30.0)
     try:
         await pair.start()
         await pair.right.reaches(LinkState.UP)
@@ -171,9 +171,35 @@ async def test_the_controlled_side_asks_for_a_new_attempt_when_its_address_chang
     await asyncio.gather(up.left.reaches(LinkState.UP), up.right.reaches(LinkState.UP))
 
 
+async def test_a_path_that_takes_longer_to_make_than_several_attempts_are_apart_is_made_again(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "REPLACEMENT_SECONDS", 0.4)
+    pair = Pair(kept_seconds=60.0, added_rtt_ms=400.0)  # seven round trips from an attempt's begin to UP
+    try:
+        await pair.start()
+        await pair.right.reaches(LinkState.UP)
+        assert pair.right.link._current is not None
+        pair.right.link._current._fail(PeerAway("made up by the test"))
+        async with asyncio.timeout(2 * SECONDS):
+            while not pair.left.link.epoch == pair.right.link.epoch > 1:
+                await pair.right.link._changes.next()
+        await pair.right.reaches(LinkState.UP)
+    finally:
+        await pair.close()
+
+
 @pytest.mark.timeout(300)
-async def test_many_reconnects_leave_tasks_descriptors_and_memory_where_they_were(wire: Wire, up: Pair) -> None:
+async def test_many_reconnects_leave_tasks_descriptors_and_memory_where_they_were(
+    wire: Wire, up: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def reconnect() -> None:
+        # One attempt for each, at once: a busy machine that computes several at a time completes none.
+        monkeypatch.setattr(limits, "REPLACEMENT_SECONDS", 0.0)
+        up.left.link._changes.happened()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        monkeypatch.setattr(limits, "REPLACEMENT_SECONDS", 1.0)
         before = up.left.link.epoch
         assert up.right.link._current is not None
         up.right.link._current._fail(PeerAway("made up by the test"))
