@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,15 @@ def test_credentials_are_renewed_before_the_relay_refuses_the_old_ones(tmp_path:
         "path_anew": "relayed",
         "carries_anew": True,
     }
+
+
+@pytest.mark.full
+def test_a_relayed_path_that_takes_seconds_to_make_is_made_again_after_a_cut(tmp_path: Path) -> None:
+    with Lab(rtt_ms=500, nat=("udp-blocked", "udp-blocked")) as lab, relay(lab, tmp_path) as turn:
+        peers = Peers(lab, left={"turn": turn})
+        peers.start(30)
+        lab.cut("a")
+        time.sleep(12.0)  # beyond DOWN_SECONDS
+        lab.restore("a")
+        for each in (peers.left, peers.right):
+            each.wait_state("up", epoch_above=1)
