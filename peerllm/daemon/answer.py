@@ -58,6 +58,10 @@ class Inbox:
     """What the other peer says of one session while an answer is made."""
 
     def __init__(self) -> None:
+        self.rows_sent = 0
+        """Of the prompt, or of a replay."""
+        self.rows_taken = 0
+        self._has_progressed = False
         self._arrived = asyncio.Event()
         self._messages: deque[Item] = deque()
 
@@ -66,6 +70,21 @@ class Inbox:
             return  # no honest peer says so much of one round; the round's deadline judges it
         self._messages.append(item)
         self._arrived.set()
+
+    def took(self, length: int) -> None:
+        """The other peer has computed rows up to `length`."""
+        self.rows_taken = length
+        self._has_progressed = True
+
+    @property
+    def is_behind(self) -> bool:
+        """The other peer still computes rows that come before the block."""
+        return self.rows_taken < self.rows_sent
+
+    def has_progressed(self) -> bool:
+        """Since it was asked last."""
+        before, self._has_progressed = self._has_progressed, False
+        return before
 
     async def get(self) -> Item:
         while not self._messages:
@@ -168,6 +187,8 @@ class Answer:
         """One block and its verdict; the text that may be shown."""
         began = time.monotonic()
         order, reply = await self._outlive(self._draft)
+        if order.round == 0:
+            inbox.rows_sent = self._replay.length
         candidates = tuple(reply.values["candidates"])
         block = CandidateBlock(
             session=self.session, round=order.round, start=order.start, candidates=candidates, hidden=reply.payload
@@ -226,10 +247,13 @@ class Answer:
         replays = 0
         until = time.monotonic() + limits.PEER_LOADING_SECONDS
         while True:
+            patience = self._work.prefills if inbox.is_behind else self._work.rounds
             try:
-                async with asyncio.timeout(self._work.rounds.seconds):
+                async with asyncio.timeout(patience.seconds):
                     item = await inbox.get()
             except TimeoutError:
+                if inbox.has_progressed():
+                    continue  # a long prompt, and a slow machine
                 if self._channel.link.state is not LinkState.UP:
                     continue  # the link's own deadline ends this
                 if not self._work.is_peer_ready() and time.monotonic() < until:
@@ -237,11 +261,13 @@ class Answer:
                 raise PeerAway("the other peer did not answer in time; its daemon may be overloaded") from None
             if isinstance(item, Verdict):
                 if item.round == block.round:
+                    inbox.rows_taken = inbox.rows_sent
                     return item
             elif isinstance(item, SessionState):
                 replays += 1
                 if replays > _MAX_REPLAYS:
                     raise ProtocolError(f"the other peer asked for the same rows {replays} times")
+                inbox.rows_taken, inbox.rows_sent = item.length, self._replay.length
                 await self._replay_from(item.length)
                 await self._channel.send(block, Urgency.BULK)
             elif isinstance(item, PeerllmError):

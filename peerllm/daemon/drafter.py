@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
+from typing import Any
 
 from peerllm.daemon.answer import RESYNC, Answer, Inbox, Workplace
 from peerllm.decoding.draft_length import AdaptiveDraftLength, DraftLengthPolicy, FixedDraftLength
 from peerllm.decoding.drafting import DraftingSession
-from peerllm.protocol.errors import PeerllmError
-from peerllm.protocol.messages import Message, Refusal, SessionState, Verdict
+from peerllm.protocol import limits
+from peerllm.protocol.errors import PeerllmError, WorkerDied, WorkerHung
+from peerllm.protocol.messages import Message, PrefillTaken, Refusal, SessionState, Verdict
 from peerllm.protocol.requests import Event, Finished, GenerateRequest, TextDelta
 from peerllm.telemetry.ledger import RoundLedger
 
@@ -26,10 +28,13 @@ class Drafter:
         """Of all answers so far."""
 
     def take(self, message: Message) -> None:
-        if not isinstance(message, Verdict | SessionState | Refusal) or message.session is None:
+        if not isinstance(message, Verdict | SessionState | PrefillTaken | Refusal) or message.session is None:
             return
         if inbox := self._inboxes.get(message.session):
-            inbox.put(message.error() if isinstance(message, Refusal) else message)
+            if isinstance(message, PrefillTaken):
+                inbox.took(message.length)
+            else:
+                inbox.put(message.error() if isinstance(message, Refusal) else message)
 
     def link_is_up_again(self) -> None:
         for inbox in self._inboxes.values():
@@ -47,8 +52,7 @@ class Drafter:
             PeerllmError: the prompt does not fit, the other peer is away or refuses, the engine failed.
         """
         began = time.monotonic()
-        loaded = await self._work.engine.until_loaded()
-        prompt = await self._tokenize(request)
+        loaded, prompt = await self._tokenize(request)
         drafting = DraftingSession(
             prompt,
             context=self._work.boundary.context,
@@ -75,14 +79,22 @@ class Drafter:
             del self._inboxes[answer.session]
             await answer.close()
 
-    async def _tokenize(self, request: GenerateRequest) -> list[int]:
+    async def _tokenize(self, request: GenerateRequest) -> tuple[dict[str, Any], list[int]]:
+        """What the engine said of the loaded model, and the prompt's tokens. A worker that dies over it is waited for,
+        as during the answer."""
+        what: dict[str, Any] = {"prompt": request.prompt or ""}
         if request.messages is not None:
-            messages = [{"role": message.role, "content": message.content} for message in request.messages]
-            reply = await self._work.engine.call("tokenize", messages=messages)
-        else:
-            reply = await self._work.engine.call("tokenize", prompt=request.prompt or "")
-        tokens: list[int] = reply.values["tokens"]
-        return tokens
+            what = {"messages": [{"role": message.role, "content": message.content} for message in request.messages]}
+        engine = self._work.engine
+        deaths = 0
+        while True:
+            loaded = await engine.until_loaded()
+            try:
+                return loaded, (await engine.call("tokenize", **what)).values["tokens"]
+            except (WorkerDied, WorkerHung):
+                deaths += 1
+                if deaths > limits.MAX_WORKER_DEATHS:
+                    raise
 
     def _policy(self, request: GenerateRequest) -> DraftLengthPolicy:
         length = self._draft_length if request.draft_length is None else request.draft_length
