@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 import time
 from typing import Any, cast
 
@@ -11,7 +12,8 @@ from aioice import stun
 from peerllm_signaling import limits
 from peerllm_signaling.budgets import Buckets, address_group
 
-_HEADER_BYTES = 20
+_HEADER = struct.Struct("!HHI12s")
+"""Method and class, length of the attributes, magic cookie, transaction."""
 
 
 class StunResponder(asyncio.DatagramProtocol):
@@ -29,33 +31,38 @@ class StunResponder(asyncio.DatagramProtocol):
         self._transport = cast("asyncio.DatagramTransport", transport)
 
     def datagram_received(self, data: bytes, addr: tuple[Any, ...]) -> None:
-        if self._transport is None or not self._budgets.take(address_group(addr[0]), time.monotonic()):
+        # Only what is answered takes from the budget: those behind one NAT share it, and junk is not theirs to pay for.
+        if self._transport is None or not is_binding_request(data):
             return
-        answer = binding_answer(data, addr)
-        if answer is not None:
-            self._transport.sendto(answer, addr)
+        if self._budgets.take(address_group(addr[0]), time.monotonic()):
+            self._transport.sendto(binding_answer(data, addr), addr)
 
     def error_received(self, exc: Exception) -> None:
         """An ICMP error for an earlier answer: nothing to do about it."""
 
 
-def binding_answer(data: bytes, addr: tuple[Any, ...]) -> bytes | None:
-    """The answer, or None for anything but a well-formed binding request."""
-    if not _HEADER_BYTES <= len(data) <= limits.MAX_STUN_REQUEST_BYTES or data[0] & 0xC0:
-        return None
-    try:
-        request = stun.parse_message(data)
-    except Exception:  # the parser is a library's, the bytes are a stranger's: whatever it raises means the same
-        return None
-    if request.message_method != stun.Method.BINDING or request.message_class != stun.Class.REQUEST:
-        return None
+def is_binding_request(data: bytes) -> bool:
+    """By the header alone: no attribute changes the answer, and a stranger's bytes are worth no more work than that."""
+    if not _HEADER.size <= len(data) <= limits.MAX_STUN_REQUEST_BYTES:
+        return False
+    kind, length, cookie, _ = _HEADER.unpack_from(data)
+    return bool(
+        kind == stun.Method.BINDING | stun.Class.REQUEST
+        and length == len(data) - _HEADER.size
+        and length % 4 == 0
+        and cookie == stun.COOKIE
+    )
+
+
+def binding_answer(data: bytes, addr: tuple[Any, ...]) -> bytes:
+    """The answer to a binding request, as `is_binding_request` knows it."""
     host = addr[0].partition("%")[0]
     if host.startswith("::ffff:") and "." in host:
         host = host[len("::ffff:") :]
     answer = stun.Message(
         message_method=stun.Method.BINDING,
         message_class=stun.Class.RESPONSE,
-        transaction_id=request.transaction_id,
+        transaction_id=_HEADER.unpack_from(data)[3],
     )
     answer.attributes["XOR-MAPPED-ADDRESS"] = (host, addr[1])
     return bytes(answer)

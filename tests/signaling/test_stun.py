@@ -10,7 +10,7 @@ import pytest
 from aioice import stun
 from peerllm_signaling import limits
 from peerllm_signaling.server import SignalingServer
-from peerllm_signaling.stun import StunResponder, binding_answer, stun_budgets
+from peerllm_signaling.stun import StunResponder, binding_answer, is_binding_request, stun_budgets
 
 ADDRESS = ("192.0.2.7", 40000)
 
@@ -25,8 +25,8 @@ def request(method: stun.Method = stun.Method.BINDING, kind: stun.Class = stun.C
 )
 def test_a_binding_request_is_answered_with_the_senders_address(address: tuple[Any, ...], length: int) -> None:
     asked = request()
+    assert is_binding_request(bytes(asked))
     data = binding_answer(bytes(asked), address)
-    assert data is not None
     assert len(data) == length <= 44
     answer = stun.parse_message(data)
     assert answer.transaction_id == asked.transaction_id
@@ -37,7 +37,8 @@ def test_the_answer_is_no_longer_when_the_request_is() -> None:
     asked = request()
     asked.attributes["SOFTWARE"] = "x" * 100
     asked.add_fingerprint()
-    assert len(binding_answer(bytes(asked), ADDRESS) or b"") == 32
+    assert is_binding_request(bytes(asked))
+    assert len(binding_answer(bytes(asked), ADDRESS)) == 32
 
 
 @pytest.mark.parametrize(
@@ -55,11 +56,14 @@ def test_the_answer_is_no_longer_when_the_request_is() -> None:
         bytes(request())[:-1],
         bytes(request()) + b"\x00\x01\x00\xff",
         bytes(request()) + bytes(limits.MAX_STUN_REQUEST_BYTES),
+        b"\x80" + bytes(request())[1:],  # TURN's channels and other protocols of the same port
+        b"\x00\x01\x00\x03" + bytes(request())[4:] + b"abc",
+        bytes(request())[:4] + b"\x21\x12\xa4\x43" + bytes(request())[8:],  # no cookie
     ],
     ids=lambda data: f"{len(data)} bytes",  # not the bytes themselves: they differ from run to run
 )
 def test_anything_else_is_not_answered(data: bytes) -> None:
-    assert binding_answer(data, ADDRESS) is None
+    assert not is_binding_request(data)
 
 
 class Sent:
@@ -72,15 +76,40 @@ class Sent:
         self.datagrams.append(data)
 
 
-def test_answers_are_limited_for_each_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    responder = StunResponder(stun_budgets())
-    sent = Sent()
-    monkeypatch.setattr(responder, "_transport", sent)
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch, responder: StunResponder) -> Sent:
+    made = Sent()
+    monkeypatch.setattr(responder, "_transport", made)
+    return made
+
+
+@pytest.fixture
+def responder() -> StunResponder:
+    return StunResponder(stun_budgets())
+
+
+def test_answers_are_limited_for_each_address(responder: StunResponder, sent: Sent) -> None:
     for _ in range(limits.STUN_BURST + 20):
         responder.datagram_received(bytes(request()), ADDRESS)
     assert limits.STUN_BURST <= len(sent.datagrams) <= limits.STUN_BURST + 1
     responder.datagram_received(bytes(request()), ("192.0.2.8", 1))
     assert len(sent.datagrams) <= limits.STUN_BURST + 2
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [b"x" * 100, bytes(request(kind=stun.Class.INDICATION)), bytes(request())[:-1]],
+    ids=["noise", "kind", "cut"],
+)
+def test_junk_takes_nothing_from_those_behind_the_same_address(
+    responder: StunResponder, sent: Sent, junk: bytes
+) -> None:
+    for _ in range(limits.STUN_BURST * 4):
+        responder.datagram_received(junk, ADDRESS)
+    assert sent.datagrams == []
+    for port in range(limits.STUN_BURST):
+        responder.datagram_received(bytes(request()), (ADDRESS[0], port))
+    assert len(sent.datagrams) == limits.STUN_BURST
 
 
 async def test_both_ports_answer_over_the_network(server: SignalingServer) -> None:
