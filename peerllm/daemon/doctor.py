@@ -89,7 +89,7 @@ async def _outside(config: DaemonConfig, reached: Reached | None) -> dict[str, A
     if config.is_loopback:
         return _outside_values(Outside(NatKind.UNKNOWN), "the link is kept on this machine")
     if reached is None:
-        return _outside_values(await look_outside(()), "no signaling server was there to ask")
+        return _outside_values(await look_outside(()), "no signaling server could be asked")
     servers = reached.ice_servers
     relays = servers.turn
     found = await look_outside(

@@ -47,7 +47,9 @@ async def reach(url: str, *, insecure: bool = False, seconds: float = limits.SIG
             with contextlib.suppress(PeerllmError):  # a server that serves one and refuses the second serves
                 servers = servers.with_turn(await _pair(url, socket, meeting_id, insecure), time.monotonic())
     except TimeoutError:
-        raise SignalingUnreachable(f"The signaling server {url} takes connections and does not answer.") from None
+        raise SignalingUnreachable(
+            f"The signaling server {url} takes connections, and gives no answer that peerllm understands."
+        ) from None
     finally:
         await socket.close()
     return Reached(connected - begun, answered - connected, servers)

@@ -6,6 +6,7 @@ import asyncio
 import time
 
 import pytest
+from aiohttp import web
 from peerllm_signaling.server import ServerConfig, SignalingServer
 from peerllm_signaling.turn import TurnServers
 
@@ -51,3 +52,25 @@ async def test_a_server_that_takes_connections_and_is_silent_is_given_up(nothing
         for writer in held:
             writer.close()
         silent.close()
+
+
+async def test_a_server_that_talks_and_says_nothing_of_use_is_not_called_silent(nothing_is_left_behind: None) -> None:
+    async def babble(asked: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(asked)
+        await socket.send_str("hello")
+        await socket.send_bytes(b"\x00\xff")
+        async for _ in socket:
+            await socket.send_str('{"op": 5}')
+        return socket
+
+    application = web.Application()
+    application.router.add_get("/v1", babble)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        with pytest.raises(SignalingUnreachable, match="no answer that peerllm understands"):
+            await reach(f"ws://127.0.0.1:{runner.addresses[0][1]}", seconds=0.3)
+    finally:
+        await runner.cleanup()
