@@ -6,7 +6,9 @@ import asyncio
 import errno
 import ipaddress
 import json
+import re
 import socket
+import ssl
 import time
 import urllib.request
 from typing import Any
@@ -64,6 +66,30 @@ _ERRORS: dict[str, tuple[type[RoomError], str]] = {
     "server_full": (SignalingUnreachable, "The signaling server is full. Try again later, or use another."),
     "bad_message": (NotUnderstood, "The signaling server does not understand this release of peerllm."),
 }
+
+
+_LONGEST_CAUSE = 120
+_HUNG_UP = "it ends the connection without an answer"
+_NOT_TLS = (
+    "wrong version number",
+    "http request",
+    "unknown protocol",
+    "record layer failure",
+    "packet length too long",
+)
+_OS_WORDS = {
+    errno.ECONNREFUSED: "connection refused",
+    errno.ECONNRESET: _HUNG_UP,
+    errno.EPIPE: _HUNG_UP,
+    errno.ECONNABORTED: _HUNG_UP,
+    errno.ETIMEDOUT: "it does not answer",
+    errno.EACCES: "this machine does not allow connections to it",
+    errno.EPERM: "this machine does not allow connections to it",
+    errno.EHOSTUNREACH: "no route leads there",
+    errno.ENETUNREACH: "no network leads there",
+    errno.EADDRNOTAVAIL: "this machine has no address from which to reach it",
+}
+"""The most telling first, for hosts with several addresses."""
 
 
 TRANSIENT = frozenset({"room_busy", "opener_away", "opener_returned", "claim_expired"})
@@ -275,10 +301,56 @@ def _control(data: str) -> dict[str, Any] | None:
 
 
 def _cause(error: BaseException) -> str:
-    if isinstance(error, aiohttp.WSServerHandshakeError):
-        if error.status in (503, 429):
+    """One printable line: a stranger's bytes may have come into what a library says of them."""
+    words = "".join(each if each.isprintable() else " " for each in _plain_words(error))
+    line = " ".join(words.split()).rstrip(".")
+    return line if len(line) <= _LONGEST_CAUSE else line[: _LONGEST_CAUSE - 1] + "…"
+
+
+def _plain_words(error: BaseException) -> str:
+    match error:
+        case aiohttp.WSServerHandshakeError(status=503 | 429):
             return f"it turns new connections away at the moment (HTTP {error.status})"
-        return f"what answers is no signaling server of peerllm (HTTP {error.status})"
-    if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        return f"its certificate is not valid: {error.certificate_error}"
+        case aiohttp.WSServerHandshakeError():
+            return f"it answers, but not as a peerllm signaling server does (HTTP {error.status})"
+        case aiohttp.ClientHttpProxyError():
+            return f"the proxy does not let it through (HTTP {error.status})"
+        case aiohttp.ClientResponseError() | aiohttp.RedirectClientError():
+            return "it answers, but not as a peerllm signaling server does"  # a status here would be aiohttp's own
+        case aiohttp.ClientConnectorCertificateError(certificate_error=ssl.SSLCertVerificationError() as why):
+            return f"its certificate is not valid: {why.verify_message or why}"
+        case aiohttp.ClientConnectorCertificateError():
+            return f"its certificate is not valid: {error.certificate_error}"
+        case aiohttp.ClientProxyConnectionError():
+            return f"the proxy cannot be reached ({_os_words(error.os_error)})"
+        case aiohttp.ClientConnectorDNSError(os_error=OSError(errno=None)):  # where aiodns is installed
+            return "no such host"
+        case aiohttp.ClientConnectorError():
+            return _os_words(error.os_error)
+        case aiohttp.ServerDisconnectedError():
+            return _HUNG_UP
+        case aiohttp.InvalidURL() | UnicodeError():
+            return "there can be no host of that name"
+        case OSError():
+            return _os_words(error)
     return str(error) or type(error).__name__
+
+
+def _os_words(error: OSError) -> str:
+    if isinstance(error, ssl.SSLError):
+        reason = (error.reason or "").replace("_", " ").lower()
+        if reason in _NOT_TLS:
+            return "it answers, but not in TLS, as wss:// needs it"
+        return f"its TLS cannot be used ({reason or error})"
+    if isinstance(error, socket.gaierror):
+        if error.errno == socket.EAI_AGAIN:
+            return "its name cannot be looked up at the moment"
+        return "no such host"
+    # Where a host has several addresses that fail differently, their numbers are in the text alone.
+    numbers = {error.errno, *map(int, re.findall(r"\[Errno (\d+)\]", str(error)))}
+    for number, words in _OS_WORDS.items():
+        if number in numbers:
+            return words
+    if isinstance(error, ConnectionError):  # asyncio's own, without a number
+        return _HUNG_UP
+    return error.strerror or str(error) or type(error).__name__

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import errno
 import ipaddress
+import socket
 import ssl
 import subprocess
 import sys
@@ -24,7 +26,7 @@ from yarl import URL
 
 from peerllm.protocol.errors import SignalingUnreachable
 from peerllm.rooms import RoomClient
-from peerllm.rooms.server import check_url, proxy_for
+from peerllm.rooms.server import check_url, connect, proxy_for
 from peerllm.rooms.servers import IceServers
 from peerllm.rooms.servers import TurnServers as TurnOffer
 from tests.rooms.house import House, until
@@ -84,6 +86,89 @@ def test_the_usual_variables_name_the_proxy_and_loopback_needs_none(monkeypatch:
     assert proxy_for(URL("wss://localhost/v1")) is None
     monkeypatch.delenv("HTTP_PROXY", raising=False)
     assert proxy_for(URL("ws://example.org/v1")) is None
+
+
+# --- Why one cannot be reached ----------------------------------------------------------------------------------------
+
+
+async def why_not(url: str) -> str:
+    with pytest.raises(SignalingUnreachable) as caught:
+        await connect(url, insecure=True)
+    before, _, why = caught.value.message.partition(" cannot be reached: ")
+    assert before == f"The signaling server {url}"
+    return why
+
+
+NO_SUCH_SERVER = "it answers, but not as a peerllm signaling server does"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "answer", "words"),
+    [
+        ("ws", b"HTTP/1.1 400 Bad\r\n\r\n", f"{NO_SUCH_SERVER} (HTTP 400)."),
+        ("ws", b"HTTP/1.1 302 Elsewhere\r\nLocation: ftp://elsewhere\r\n\r\n", f"{NO_SUCH_SERVER}."),
+        ("ws", b"\x00\xff\n" * 3000, f"{NO_SUCH_SERVER}."),
+        ("ws", b"HTTP/1.1 200 OK\r\nx: " + b"\xff" * 20000 + b"\r\n\r\n", f"{NO_SUCH_SERVER}."),
+        ("ws", b"HTTP/1.1 503 Full\r\n\r\n", "it turns new connections away at the moment (HTTP 503)."),
+        ("ws", b"", "it ends the connection without an answer."),
+        ("wss", b"", "it ends the connection without an answer."),
+        ("wss", b"HTTP/1.1 400 Bad\r\n\r\n", "it answers, but not in TLS, as wss:// needs it."),
+    ],
+    ids=lambda value: f"{len(value)} bytes" if isinstance(value, bytes) else value,
+)
+async def test_what_answers_and_is_no_signaling_server_is_told(
+    nothing_is_left_behind: None, scheme: str, answer: bytes, words: str
+) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(4096)
+        writer.write(answer)
+        writer.close()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        assert await why_not(f"{scheme}://127.0.0.1:{listening.sockets[0].getsockname()[1]}") == words
+    finally:
+        listening.close()
+        await listening.wait_closed()
+
+
+async def test_what_the_machine_says_is_told_in_plain_words(nothing_is_left_behind: None) -> None:
+    assert await why_not("ws://127.0.0.1:1") == "connection refused."
+    assert await why_not("wss://127.0.0.1:1") == "connection refused."
+    assert await why_not("ws://256.1.1.1") == "there can be no host of that name."
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), "no such host."),
+        (socket.gaierror(socket.EAI_AGAIN, "Temporary failure"), "its name cannot be looked up at the moment."),
+        (OSError(errno.EHOSTUNREACH, "x"), "no route leads there."),
+        (OSError(errno.ENETUNREACH, "x"), "no network leads there."),
+        (
+            OSError(
+                f"Multiple exceptions: [Errno {errno.ENETUNREACH}] Connect call failed ('::1', 1, 0, 0), "
+                f"[Errno {errno.ECONNREFUSED}] Connect call failed ('127.0.0.1', 1)"
+            ),
+            "connection refused.",
+        ),
+        (ConnectionResetError(), "it ends the connection without an answer."),
+        (ValueError("one\n\x1b[31m" + "two " * 1000), None),
+        (ValueError(), "ValueError."),
+    ],
+)
+async def test_causes_are_one_printable_line(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, words: str | None
+) -> None:
+    async def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("aiohttp.ClientSession.ws_connect", fail)
+    why = await why_not("ws://127.0.0.1:1")
+    assert why.isprintable()
+    assert len(why) <= 121
+    if words is not None:
+        assert why == words
 
 
 # --- TLS --------------------------------------------------------------------------------------------------------------
