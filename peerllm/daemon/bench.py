@@ -6,7 +6,7 @@ from typing import Any
 
 from peerllm.daemon.config import DaemonConfig
 from peerllm.daemon.events import Connected, Person, Progress
-from peerllm.daemon.meeting import make_link, meet
+from peerllm.daemon.meeting import make_link, meet, tell_states
 from peerllm.link import bench
 from peerllm.rooms.keys import StateLock
 
@@ -15,7 +15,7 @@ async def bench_link(config: DaemonConfig, person: Person, *, samples: int) -> d
     """The joiner's figures (see link.bench.measure); None for the opener, which answers until the joiner is done.
 
     Raises:
-        PeerllmError: no room, no path, the other side went away.
+        PeerllmError: no room, no path, the other side went away or says what it may not.
     """
     with StateLock(config.state_dir):
         peer, room = await meet(config, person.tell)
@@ -24,6 +24,7 @@ async def bench_link(config: DaemonConfig, person: Person, *, samples: int) -> d
             await link.start()
             stats = link.stats()
             person.tell(Connected(stats.path, stats.rtt_ms))
+            tell_states(link, person.tell)
             if peer.is_opener:
                 await bench.serve(link)
                 return None
@@ -31,6 +32,9 @@ async def bench_link(config: DaemonConfig, person: Person, *, samples: int) -> d
             figures = await bench.measure(link, samples=samples)
             await bench.finish(link)
             return figures
+        except BaseException:  # Ctrl-C is one too: the other side is not left waiting for this one
+            await bench.leave(link)
+            raise
         finally:
             await link.close()
             await peer.close()

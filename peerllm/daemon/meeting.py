@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from peerllm.daemon.config import DaemonConfig
-from peerllm.daemon.events import PeerSeated, RoomOpened, Tell, WrongGuess
-from peerllm.link import Link, LinkConfig, TurnServer
+from peerllm.daemon.events import Connected, PeerSeated, RoomOpened, Tell, Trouble, WrongGuess
+from peerllm.link import Link, LinkConfig, LinkState, TurnServer
 from peerllm.rooms import Room, RoomClient, SeatedPeer
 
 
@@ -57,3 +57,16 @@ def make_link(
         return replace(base, stun=peer.ice_servers.stun, turn=relays)
 
     return Link(peer, with_servers, hello=hello, on_hello=on_hello)
+
+
+def tell_states(link: Link, tell: Tell) -> None:
+    """Says from now on when the link, which is UP, becomes suspect, and when it is up again."""
+
+    def changed(state: LinkState) -> None:
+        if state is LinkState.SUSPECT:
+            tell(Trouble("The other peer is silent, or the path to it changed. Looking for a new connection …"))
+        elif state is LinkState.UP:
+            stats = link.stats()
+            tell(Connected(stats.path, stats.rtt_ms))
+
+    link.on_state = changed
