@@ -109,8 +109,14 @@ def _link(report: Report) -> Iterator[Advice]:
         return
     if link["error"] is not None:
         if report["signaling"]["url"] is not None and report["signaling"]["error"] is None:
-            yield Advice(link["error"], prevents=True)
+            yield Advice(_sentence(link["error"]), prevents=True)
         return
+    if link.get("replaced"):
+        times = "once" if link["replaced"] == 1 else f"{link['replaced']} times"
+        yield Advice(
+            f"The connection was lost and made anew {times} while it was measured: the network changed, or lets "
+            "nothing through now and then. Measure again; on Wi-Fi, try a cable."
+        )
     if link["path"] == "relayed":
         yield Advice(
             "The two reach each other through the relay: a detour for every round. IPv6 on both sides, or a router "
@@ -132,6 +138,11 @@ def _link(report: Report) -> Iterator[Advice]:
     other = link.get("other_release")
     if other is not None and other != report["release"]:
         yield Advice(f"The other peer runs peerllm {other} and this one {report['release']}: update the older.")
+
+
+def _sentence(words: str) -> str:
+    """An error's words stand on a line of their own here."""
+    return words[:1].upper() + words[1:] + ("" if words.endswith((".", "!", "?", "…")) else ".")
 
 
 def _machine(machine: Report) -> Iterator[Advice]:

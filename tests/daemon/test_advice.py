@@ -132,3 +132,17 @@ def test_a_link_that_waited_for_the_other_side_to_measure_is_judged_by_what_it_k
     assert (
         given(link={"path": "direct", "error": None, "seconds_to_up": 0.4, "other_release": None, "rtt_ms": 80.0}) == []
     )
+
+
+def test_an_error_of_the_link_is_a_sentence() -> None:
+    (found,) = given(link__error="the other peer did not come back in time")
+    assert found == Advice("The other peer did not come back in time.", prevents=True)
+    (found,) = given(link__error="Is it there?")
+    assert found.text == "Is it there?"
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "anew once"), (2, "anew 2 times")])
+def test_a_connection_that_was_replaced_is_said(count: int, words: str) -> None:
+    (found,) = given(link__replaced=count)
+    assert words in found.text
+    assert not found.prevents
