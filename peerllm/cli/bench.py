@@ -12,13 +12,21 @@ from typing import Any
 
 from peerllm.cli import bench_e2e
 from peerllm.cli.daemon_options import Terminal
+from peerllm.cli.ending import ends_like_ctrl_c
+from peerllm.cli.parsing import actions
 from peerllm.protocol.errors import BadRequest
+
+_PATIENCE_SECONDS = 10.0
+"""How long a link that was lost is sought: somebody waits for the figures."""
+_MAX_RTT_MS = 10_000.0
+"""Far beyond any path; an exchange is not waited for much longer."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         choices=("link", "e2e"),
+        metavar="{link,e2e}",
         help="link: how long a block takes between two machines, by its size. e2e: tokens a second of two daemons on "
         "this machine, with planted models and a chosen acceptance",
     )
@@ -27,19 +35,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rtt", type=float, metavar="MS", help="add this round trip to the link (e2e: default 86)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    _add_link_arguments(parser.add_argument_group("link"))
-    bench_e2e.add_arguments(parser.add_argument_group("e2e"))
+    groups = {what: parser.add_argument_group(what) for what in ("link", "e2e")}
+    _add_link_arguments(groups["link"])
+    bench_e2e.add_arguments(groups["e2e"])
+    parser.set_defaults(options_of={what: actions(group) for what, group in groups.items()})
 
 
 def _add_link_arguments(parser: argparse._ArgumentGroup) -> None:
-    parser.add_argument("--signaling", metavar="URL", default=os.environ.get("PEERLLM_SIGNALING"))
-    parser.add_argument("--insecure", action="store_true", help="allow ws:// to a server beyond this machine")
+    parser.add_argument(
+        "--signaling",
+        metavar="URL",
+        default=os.environ.get("PEERLLM_SIGNALING"),
+        help="ws://HOST:PORT of peerllm-signaling (or PEERLLM_SIGNALING)",
+    )
+    parser.add_argument(
+        "--insecure", action="store_true", help="allow ws:// to a server beyond this machine (or PEERLLM_INSECURE=1)"
+    )
     parser.add_argument("--samples", type=int, default=200, metavar="N", help="exchanges of each size (default 200)")
     parser.add_argument("--loopback", action="store_true", help="keep the link on 127.0.0.1 (both on one machine)")
     parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
 
 
 def run(args: argparse.Namespace) -> int:
+    for what, options in args.options_of.items():
+        for each in options:
+            if what != args.what and getattr(args, each.dest) != each.default:
+                raise BadRequest(f"{each.option_strings[0]} is an option of bench {what}, not of bench {args.what}")
+    if args.rtt is not None and not 0.0 <= args.rtt <= _MAX_RTT_MS:
+        raise BadRequest(f"--rtt is a number of milliseconds from 0 to {_MAX_RTT_MS:.0f}")
     if args.what == "link":
         return _bench_link(args)
     if args.code is not None:
@@ -60,15 +83,16 @@ def _bench_link(args: argparse.Namespace) -> int:
         raise BadRequest("--samples is a number from 1 up")
     configure_logging(args.log_level)
     # Keys of its own: a daemon may be running with this user's.
-    with tempfile.TemporaryDirectory(prefix="peerllm-bench-") as folder:
+    with ends_like_ctrl_c(), tempfile.TemporaryDirectory(prefix="peerllm-bench-") as folder:
         config = DaemonConfig(
             signaling=args.signaling,
             state_dir=Path(folder),
             socket=Path(folder) / "unused",
             room_code=args.code,
-            is_insecure=args.insecure,
+            is_insecure=args.insecure or os.environ.get("PEERLLM_INSECURE") == "1",
             is_loopback=args.loopback,
             added_rtt_ms=args.rtt or 0.0,
+            kept_seconds=_PATIENCE_SECONDS,
         )
         person = Terminal(
             config,

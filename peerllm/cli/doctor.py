@@ -18,7 +18,8 @@ from typing import Any
 
 from peerllm.cli.client import Client, socket_path
 from peerllm.cli.daemon_options import Terminal
-from peerllm.cli.terminal import printable, size
+from peerllm.cli.ending import ends_like_ctrl_c
+from peerllm.cli.terminal import one_line, size
 from peerllm.protocol.errors import BadRequest, PeerllmError
 
 EXIT_PREVENTED = 1
@@ -32,8 +33,15 @@ Line = tuple[str, str]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("code", nargs="?", metavar="CODE", help="join this room and measure the link to its other side")
     parser.add_argument("--wait", action="store_true", help="open a room and wait for the other machine")
-    parser.add_argument("--signaling", metavar="URL", default=os.environ.get("PEERLLM_SIGNALING"))
-    parser.add_argument("--insecure", action="store_true", help="allow ws:// to a server beyond this machine")
+    parser.add_argument(
+        "--signaling",
+        metavar="URL",
+        default=os.environ.get("PEERLLM_SIGNALING"),
+        help="ws://HOST:PORT of peerllm-signaling (or PEERLLM_SIGNALING)",
+    )
+    parser.add_argument(
+        "--insecure", action="store_true", help="allow ws:// to a server beyond this machine (or PEERLLM_INSECURE=1)"
+    )
     parser.add_argument("--loopback", action="store_true", help="keep the link on 127.0.0.1 (both on one machine)")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
     parser.add_argument("--log-level", default="error", choices=("debug", "info", "warning", "error"))
@@ -55,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         RoomCode.parse(args.code)
     configure_logging(args.log_level)
     daemon = _Daemon(socket_path(args.socket))
-    with tempfile.TemporaryDirectory(prefix="peerllm-doctor-") as folder:
+    with ends_like_ctrl_c(), tempfile.TemporaryDirectory(prefix="peerllm-doctor-") as folder:
         config = DaemonConfig(
             signaling=args.signaling or "",
             state_dir=Path(folder),  # keys of its own: a daemon may be running with this user's
@@ -125,7 +133,7 @@ def lines(report: dict[str, Any]) -> list[str]:
     found += [("Prevents it: " if each["prevents"] else "Advice: ") + each["text"] for each in report["advice"]]
     if not report["advice"]:
         found.append("All is well.")
-    return [printable(line) for line in found]
+    return [one_line(line) for line in found]
 
 
 def _signaling(signaling: dict[str, Any]) -> Iterator[Line]:
@@ -163,8 +171,8 @@ def _endpoint(each: dict[str, Any]) -> str:
 def _link(link: dict[str, Any] | None) -> Iterator[Line]:
     if link is None:
         return
-    if link["error"] is not None:
-        yield "link", "there is none" if link["path"] is None else f"{link['path']}, and it broke"
+    if link["path"] is None:
+        yield "link", "there is none"
         return
     parts = [f"{link['path']}, up after {link['seconds_to_up']:.1f} s"]
     if link["rtt_ms"] is not None:
@@ -172,6 +180,8 @@ def _link(link: dict[str, Any] | None) -> Iterator[Line]:
         parts.append(f"round trip {link['rtt_ms']:.1f} ms{p95}")
     if link.get("loss_out") is not None:
         parts.append(f"loss {link['loss_out']:.1%} out, {link['loss_in']:.1%} in")
+    if link["error"] is not None:
+        parts.append("and it broke")
     yield "link", ", ".join(parts)
     if link.get("mbit_out") is not None:
         yield (
@@ -179,6 +189,8 @@ def _link(link: dict[str, Any] | None) -> Iterator[Line]:
             f"{link['mbit_out']:.1f} Mbit/s out, {link['mbit_in']:.1f} Mbit/s in, {link['retransmitted']} packets sent "
             "again",
         )
+    elif link.get("is_measured_there"):
+        yield "throughput", "measured by the other side: its report has it"
     if link.get("other_release") is not None:
         yield "other peer", f"peerllm {link['other_release']}"
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Protocol
@@ -39,6 +42,9 @@ EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 """128 and the signal's number, as a shell has it."""
 
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Of a full disk, mostly: nothing is wrong with the command."""
+
 
 class Command(Protocol):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
@@ -59,6 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE:
+            raise
+        print(f"peerllm: cannot write: {error.strerror}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # what is left in the buffer would fail once more at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
 
 
 def _run(words: list[str]) -> int:

@@ -31,8 +31,9 @@ class CommandParser(argparse.ArgumentParser):
             self._is_intermixed = False
 
     def _has_choice_with_positional(self) -> bool:
-        return any(not each.option_strings for group in self._mutually_exclusive_groups for each in _actions(group))
+        return any(not each.option_strings for group in self._mutually_exclusive_groups for each in actions(group))
 
 
-def _actions(group: Any) -> list[argparse.Action]:
+def actions(group: Any) -> list[argparse.Action]:
+    """Of a group of options."""
     return list(group._group_actions)

@@ -13,6 +13,11 @@ def printable(text: str) -> str:
     return text.translate(_CONTROLS)
 
 
+def one_line(text: str) -> str:
+    """`text` printable, and on one line: what a peer says makes no lines of its own."""
+    return printable(text).replace("\n", " ")
+
+
 def size(count: int) -> str:
     """Bytes in words: 512 B, 1.2 kB, 538.1 MB."""
     value = float(count)

@@ -178,3 +178,35 @@ def test_the_text_has_a_line_for_each_part_and_no_control_characters() -> None:
         "Advice: Do this.",
     ]
     assert lines(report | {"advice": []})[-1] == "All is well."
+
+
+def link_lines(**link: Any) -> list[str]:
+    """What the report of a machine says of such a link."""
+    report: dict[str, Any] = {
+        "signaling": {"url": None, "error": None},
+        "nat": {"kind": "unknown", "why_unknown": None, "addresses": []},
+        "candidates": [],
+        "relays": [],
+        "link": {"path": "direct", "error": None, "seconds_to_up": 0.5, "rtt_ms": None, **link},
+        "loop": {"worst_ms": 3.1, "blocked_count": 0},
+        "machine": {"error": None},
+        "versions": {},
+        "daemon": None,
+        "advice": [],
+    }
+    return [line for line in lines(report) if line.startswith(("link", "throughput", "other peer", "Prevents"))]
+
+
+def test_what_was_measured_of_a_link_that_broke_is_shown() -> None:
+    assert link_lines(error="gone", rtt_ms=80.0, loss_out=0.25, loss_in=0.0) == [
+        "link          direct, up after 0.5 s, round trip 80.0 ms, loss 25.0% out, 0.0% in, and it broke"
+    ]
+    assert link_lines(error="gone", path=None) == ["link          there is none"]
+
+
+def test_who_opened_the_room_is_told_where_the_figures_are() -> None:
+    assert link_lines(is_measured_there=True)[1] == "throughput    measured by the other side: its report has it"
+
+
+def test_nothing_that_was_found_makes_lines_of_its_own() -> None:
+    assert link_lines(other_release="9.9\nPrevents it: run rm")[1] == "other peer    peerllm 9.9 Prevents it: run rm"

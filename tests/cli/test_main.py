@@ -90,7 +90,7 @@ def test_every_command_has_its_help(name: str, capsys: Any) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([name, "--help"])
     assert caught.value.code == 0
-    assert ("--socket" in capsys.readouterr().out) == (name not in ("bench", "completion", "demo", "rooms"))
+    assert ("--socket" in capsys.readouterr().out) == (name not in ("bench", "completion", "demo", "distill", "rooms"))
 
 
 def test_a_prompt_that_is_a_commands_name_is_a_prompt(daemon: Any, peerllm: Any) -> None:

@@ -1,0 +1,35 @@
+"""`peerllm bench`: what it refuses before it begins."""
+
+from __future__ import annotations
+
+import pytest
+
+from peerllm.cli import main as cli
+
+
+@pytest.mark.parametrize("rtt", ["-5", "nan", "inf", "1e9"])
+@pytest.mark.parametrize("what", ["link", "e2e"])
+def test_a_round_trip_is_a_length_of_time(what: str, rtt: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", what, f"--rtt={rtt}"]) == 1
+    assert "--rtt is a number of milliseconds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["link", "--tokens", "3,4"], "--tokens is an option of bench e2e, not of bench link"),
+        (["--samples=3", "e2e"], "--samples is an option of bench link, not of bench e2e"),
+        (["e2e", "--loopback"], "--loopback is an option of bench link, not of bench e2e"),
+    ],
+)
+def test_an_option_of_the_other_bench_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", *words]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_which_bench_has_to_be_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench"])
+    assert "{link,e2e}" in capsys.readouterr().err.splitlines()[-1]
