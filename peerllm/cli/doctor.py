@@ -175,7 +175,7 @@ def _link(link: dict[str, Any] | None) -> Iterator[Line]:
         yield "link", "there is none"
         return
     parts = [f"{link['path']}, up after {link['seconds_to_up']:.1f} s"]
-    if link["rtt_ms"] is not None:
+    if link.get("rtt_ms") is not None:
         p95 = f" (p95 {link['rtt_p95_ms']:.1f})" if link.get("rtt_p95_ms") is not None else ""
         parts.append(f"round trip {link['rtt_ms']:.1f} ms{p95}")
     if link.get("loss_out") is not None:

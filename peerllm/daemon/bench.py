@@ -32,6 +32,8 @@ async def bench_link(config: DaemonConfig, person: Person, *, samples: int) -> d
             figures = await bench.measure(link, samples=samples)
             await bench.finish(link)
             return figures
+        except bench.Left:
+            raise
         except BaseException:  # Ctrl-C is one too: the other side is not left waiting for this one
             await bench.leave(link)
             raise

@@ -189,6 +189,8 @@ async def _with_peer(config: DaemonConfig, person: Person, looking: asyncio.Futu
                     result["is_measured_there"] = True
                 else:
                     await _measure(link, person, result)
+            except bench.Left:
+                raise
             except BaseException:  # Ctrl-C is one too: the other side is not left waiting for this one
                 await bench.leave(link)
                 raise

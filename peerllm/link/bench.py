@@ -53,6 +53,13 @@ class Replaced(LinkError):
         super().__init__("The connection was replaced while it was measured. Try again.")
 
 
+class Left(PeerAway):
+    """The other side said that it ends."""
+
+    def __init__(self) -> None:
+        super().__init__("The other side ended before all was measured.")
+
+
 class _Heard(NamedTuple):
     op: int
     number: int
@@ -92,16 +99,15 @@ async def _while_up(link: Link, work: Callable[[], Awaitable[T]], seconds: float
         except TimeoutError:
             left = left - _LOOK_SECONDS if link.state is LinkState.UP else seconds
         if left <= 0:
-            raise LinkError(
-                f"The link is up, and the other side has sent or taken nothing for {seconds:.0f} s. Try again."
-            )
+            raise LinkError(f"The link is up, and nothing came over it for {seconds:.0f} s. Try again.")
 
 
 async def _hear(link: Link, epoch: int, seconds: float = EXCHANGE_SECONDS) -> _Heard:
     """The next message to the side that measures."""
     heard = _parse(await _while_up(link, link.receive, seconds, epoch))
     if heard.op == _DONE:
-        raise PeerAway("The other side ended before all was measured.")
+        await _say(link, _message(_DONE, heard.number), Urgency.CONTROL)
+        raise Left
     return heard
 
 
@@ -113,7 +119,7 @@ async def serve(link: Link, *, patience: float = SERVE_SECONDS) -> None:
     """Answers until the other side says that all is done.
 
     Raises:
-        PeerAway: it is away for good, or ended before all was done.
+        PeerAway: it is away for good; Left: it ended before all was done.
         LinkError: it says nothing for `patience`, or takes no answer.
         ProtocolError: what it says is no message of the bench.
     """
@@ -126,7 +132,7 @@ async def serve(link: Link, *, patience: float = SERVE_SECONDS) -> None:
             if op == _DONE:
                 await _say(link, _message(_DONE, number), Urgency.CONTROL)
                 if number != _ALL_MEASURED:
-                    raise PeerAway("The other side ended before all was measured.")
+                    raise Left
                 return
             if op == _ECHO:
                 await _say(link, _message(_BLOCK, number))
@@ -246,7 +252,7 @@ async def measure_steady(
 
 async def measure_bulk(link: Link, *, size: int = 8_000_000, chunk: int = 200_000, beside: int = 0) -> dict[str, Any]:
     """`bytes_per_second` of a transfer out, start included, and the milliseconds of exchanges of `beside` bytes that
-    went on meanwhile, one after the other. Raises what `measure_steady` does."""
+    went on meanwhile, one after the other."""
     epoch = link.epoch
     begun = time.monotonic()
     total = size // chunk * chunk
@@ -419,15 +425,15 @@ async def finish(link: Link) -> None:
 
 
 async def leave(link: Link) -> None:
-    """Tells the other side that this one ends before all is done, LEAVE_SECONDS at most: it would wait for this one to
-    come back."""
+    """Tells the other side, which would wait, that this one ends before all is done. LEAVE_SECONDS at most."""
     with contextlib.suppress(TimeoutError, PeerllmError):
         async with asyncio.timeout(LEAVE_SECONDS):
             await _say_done(link, _BROKEN_OFF)
 
 
 async def _say_done(link: Link, number: int) -> None:
-    """Until the other side has said so too."""
+    """Until the other side has said so too. What becomes of the link from then on is no news."""
+    link.on_state = None
     while True:
         epoch = link.epoch
         with contextlib.suppress(Replaced):

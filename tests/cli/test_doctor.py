@@ -187,7 +187,7 @@ def link_lines(**link: Any) -> list[str]:
         "nat": {"kind": "unknown", "why_unknown": None, "addresses": []},
         "candidates": [],
         "relays": [],
-        "link": {"path": "direct", "error": None, "seconds_to_up": 0.5, "rtt_ms": None, **link},
+        "link": {"path": "direct", "error": None, "seconds_to_up": 0.5, **link},
         "loop": {"worst_ms": 3.1, "blocked_count": 0},
         "machine": {"error": None},
         "versions": {},
@@ -201,6 +201,7 @@ def test_what_was_measured_of_a_link_that_broke_is_shown() -> None:
     assert link_lines(error="gone", rtt_ms=80.0, loss_out=0.25, loss_in=0.0) == [
         "link          direct, up after 0.5 s, round trip 80.0 ms, loss 25.0% out, 0.0% in, and it broke"
     ]
+    assert link_lines(error="gone") == ["link          direct, up after 0.5 s, and it broke"]
     assert link_lines(error="gone", path=None) == ["link          there is none"]
 
 
