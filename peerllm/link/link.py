@@ -198,6 +198,7 @@ class Link:
             pause = limits.REPLACEMENT_SECONDS if self._was_up else limits.FIRST_ATTEMPT_SECONDS
             left = begun + pause - time.monotonic()
             if left <= 0:
+                await asyncio.sleep(0)  # whatever the time says, others run between two attempts
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):

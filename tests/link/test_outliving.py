@@ -189,6 +189,16 @@ async def test_a_path_that_takes_longer_to_make_than_several_attempts_are_apart_
         await pair.close()
 
 
+@pytest.mark.timeout(20)
+async def test_attempts_that_follow_at_once_leave_others_their_turn(up: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "REPLACEMENT_SECONDS", 0.0)
+    up.room.is_reachable = False
+    up.left.link._wanted.set()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    up.left.link._wanted.clear()
+
+
 @pytest.mark.timeout(300)
 async def test_many_reconnects_leave_tasks_descriptors_and_memory_where_they_were(
     wire: Wire, up: Pair, monkeypatch: pytest.MonkeyPatch
