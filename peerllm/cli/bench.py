@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from peerllm.cli import bench_e2e
-from peerllm.cli.daemon_options import Terminal
+from peerllm.cli.daemon_options import Terminal, add_signaling_arguments, is_insecure
 from peerllm.cli.ending import ends_like_ctrl_c
 from peerllm.cli.parsing import actions
 from peerllm.protocol.errors import BadRequest
@@ -42,15 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_link_arguments(parser: argparse._ArgumentGroup) -> None:
-    parser.add_argument(
-        "--signaling",
-        metavar="URL",
-        default=os.environ.get("PEERLLM_SIGNALING"),
-        help="ws://HOST:PORT of peerllm-signaling (or PEERLLM_SIGNALING)",
-    )
-    parser.add_argument(
-        "--insecure", action="store_true", help="allow ws:// to a server beyond this machine (or PEERLLM_INSECURE=1)"
-    )
+    add_signaling_arguments(parser)
     parser.add_argument("--samples", type=int, default=200, metavar="N", help="exchanges of each size (default 200)")
     parser.add_argument("--loopback", action="store_true", help="keep the link on 127.0.0.1 (both on one machine)")
     parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
@@ -89,7 +80,7 @@ def _bench_link(args: argparse.Namespace) -> int:
             state_dir=Path(folder),
             socket=Path(folder) / "unused",
             room_code=args.code,
-            is_insecure=args.insecure or os.environ.get("PEERLLM_INSECURE") == "1",
+            is_insecure=is_insecure(args),
             is_loopback=args.loopback,
             added_rtt_ms=args.rtt or 0.0,
             kept_seconds=_PATIENCE_SECONDS,

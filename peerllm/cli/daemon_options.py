@@ -49,15 +49,7 @@ def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-device", metavar="DEVICE", help="where the draft model goes on guessing while the layers compute"
     )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of the engine")
-    parser.add_argument(
-        "--signaling",
-        metavar="URL",
-        default=os.environ.get("PEERLLM_SIGNALING"),
-        help="ws://HOST:PORT of peerllm-signaling (or PEERLLM_SIGNALING)",
-    )
-    parser.add_argument(
-        "--insecure", action="store_true", help="allow ws:// to a server beyond this machine (or PEERLLM_INSECURE=1)"
-    )
+    add_signaling_arguments(parser)
     parser.add_argument("--state-dir", type=Path, metavar="DIR", help="keys and their lock; one daemon each")
     parser.add_argument(
         "--keep",
@@ -73,6 +65,23 @@ def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rtt", type=float, default=0.0, metavar="MS", help="add this round trip to the link")
     parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+
+
+def add_signaling_arguments(parser: argparse._ActionsContainer) -> None:
+    """Which signaling server, for every command that talks to one."""
+    parser.add_argument(
+        "--signaling",
+        metavar="URL",
+        default=os.environ.get("PEERLLM_SIGNALING"),
+        help="ws://HOST:PORT of peerllm-signaling (or PEERLLM_SIGNALING)",
+    )
+    parser.add_argument(
+        "--insecure", action="store_true", help="allow ws:// to a server beyond this machine (or PEERLLM_INSECURE=1)"
+    )
+
+
+def is_insecure(args: argparse.Namespace) -> bool:
+    return bool(args.insecure) or os.environ.get("PEERLLM_INSECURE") == "1"
 
 
 def config_of(args: argparse.Namespace, **more: object) -> DaemonConfig:
@@ -96,7 +105,7 @@ def config_of(args: argparse.Namespace, **more: object) -> DaemonConfig:
             raise BadRequest(f"--{name} is a number from 1 up")
     if args.context is not None and args.context < limits.MIN_CONTEXT:
         raise BadRequest(f"--context is a number from {limits.MIN_CONTEXT} up: a prompt and an answer have to fit")
-    insecure = args.insecure or os.environ.get("PEERLLM_INSECURE") == "1"
+    insecure = is_insecure(args)
     check_url(args.signaling, insecure=insecure)
     return DaemonConfig(
         signaling=args.signaling,

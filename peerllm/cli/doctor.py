@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import threading
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from peerllm.cli.client import Client, socket_path
-from peerllm.cli.daemon_options import Terminal
+from peerllm.cli.daemon_options import Terminal, add_signaling_arguments, is_insecure
 from peerllm.cli.ending import ends_like_ctrl_c
 from peerllm.cli.terminal import one_line, size
 from peerllm.protocol.errors import BadRequest, PeerllmError
@@ -33,15 +32,7 @@ Line = tuple[str, str]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("code", nargs="?", metavar="CODE", help="join this room and measure the link to its other side")
     parser.add_argument("--wait", action="store_true", help="open a room and wait for the other machine")
-    parser.add_argument(
-        "--signaling",
-        metavar="URL",
-        default=os.environ.get("PEERLLM_SIGNALING"),
-        help="ws://HOST:PORT of peerllm-signaling (or PEERLLM_SIGNALING)",
-    )
-    parser.add_argument(
-        "--insecure", action="store_true", help="allow ws:// to a server beyond this machine (or PEERLLM_INSECURE=1)"
-    )
+    add_signaling_arguments(parser)
     parser.add_argument("--loopback", action="store_true", help="keep the link on 127.0.0.1 (both on one machine)")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
     parser.add_argument("--log-level", default="error", choices=("debug", "info", "warning", "error"))
@@ -69,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             state_dir=Path(folder),  # keys of its own: a daemon may be running with this user's
             socket=Path(folder) / "unused",
             room_code=args.code,
-            is_insecure=args.insecure or os.environ.get("PEERLLM_INSECURE") == "1",
+            is_insecure=is_insecure(args),
             is_loopback=args.loopback,
             kept_seconds=_PATIENCE_SECONDS,
         )

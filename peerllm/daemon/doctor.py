@@ -16,6 +16,7 @@ from importlib import metadata
 from typing import Any, TypeVar
 
 import peerllm
+from peerllm.daemon.bench import told_of_its_end
 from peerllm.daemon.config import DaemonConfig
 from peerllm.daemon.events import Connected, Person, Progress
 from peerllm.daemon.meeting import make_link, meet, tell_states
@@ -173,7 +174,7 @@ async def _with_peer(config: DaemonConfig, person: Person, looking: asyncio.Futu
             peer, room = await meet(config, person.tell)
             greeted: list[bytes] = []
             link = make_link(config, peer, hello=_hello, on_hello=greeted.append)
-            try:
+            async with told_of_its_end(link, peer, room):
                 begun = time.monotonic()
                 await link.start()
                 stats = link.stats()
@@ -189,16 +190,6 @@ async def _with_peer(config: DaemonConfig, person: Person, looking: asyncio.Futu
                     result["is_measured_there"] = True
                 else:
                     await _measure(link, person, result)
-            except bench.Left:
-                raise
-            except BaseException:  # Ctrl-C is one too: the other side is not left waiting for this one
-                await bench.leave(link)
-                raise
-            finally:
-                await link.close()
-                await peer.close()
-                if room is not None:
-                    await room.close()
     except PeerllmError as error:
         result["error"] = error.message
     return result
