@@ -1,8 +1,8 @@
 """Which tiling of an int8 product is fastest here: `python3 -m peerllm.engine.bench_int8`.
 
 Every product of a layer of a named shape is timed over many tilings, compiled beforehand by several processes; then
-half of the model is timed with the best of them, against float16 and the kernel that converts weights. Prints lines as
-it goes, so that one cut short has told what it found, and at the end the table for `fused.tilings`. Needs a GPU.
+half of the model is timed with the best of them, against float16. Prints lines as it goes, so that one cut short has
+told what it found, and at the end the table for `fused.tilings`. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def half_model(shape: str, device: torch.device, context: int, repeats: int) -> 
     found: dict[str, dict[int, float]] = {}
     rows: dict[str, torch.Tensor] = {}
     inputs = torch.randn(65, config.hidden_size, device=device).half()
-    for kernel in ("float16", "planes", "bits"):
+    for kernel in ("float16", "int8"):
         part = random_slice(config, layers, dtype=torch.float16, device=device)
         if kernel != "float16":
             for layer in part.layers:
@@ -198,7 +198,7 @@ def half_model(shape: str, device: torch.device, context: int, repeats: int) -> 
         capacity = context + limits.MAX_CANDIDATES + 1
         part.prepare(capacity)
         cache = part.make_cache(slots=1, capacity=capacity)
-        static = FusedSlice(part, cache, max_rows=128, int8_kernel="planes" if kernel == "float16" else kernel)
+        static = FusedSlice(part, cache, max_rows=128)
         runner = GraphRunner(static, buckets=(1, 9, 65), prefill_buckets=())
         cache.lengths[0] = context - 64
         cache.positions.fill_(context - 64)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from peerllm.engine.fused.dependent import dependents_may_start, wait_for_inputs
-from peerllm.engine.fused.matmul import finish
+from peerllm.engine.fused.matmul import add_parts, finish, weight_tile
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def int8_matmul(
     dependents_may_start(IS_DEPENDENT)
     for start in range(part * DEPTH, tl.minimum(K, (part + 1) * DEPTH), BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
-        tile = _weights(w, offs_n, offs_k, n, K, BLOCK_K)
+        tile = weight_tile(w, offs_n, offs_k, n, K, BLOCK_K)
         x_low = _plane(planes, offs_m, is_row, offs_k, K, BLOCK_K)
         x_high = _plane(planes + (PLANES - 1) * plane_stride, offs_m, is_row, offs_k, K, BLOCK_K)
         low = tl.dot(x_low, tile, low, out_dtype=tl.int32)
@@ -114,7 +114,7 @@ def int8_matmul(
             x_middle = _plane(planes + plane_stride, offs_m, is_row, offs_k, K, BLOCK_K)
             middle = tl.dot(x_middle, tile, middle, out_dtype=tl.int32)
         if IS_GATED:
-            tile_up = _weights(w + n.to(tl.int64) * K, offs_n, offs_k, n, K, BLOCK_K)
+            tile_up = weight_tile(w + n.to(tl.int64) * K, offs_n, offs_k, n, K, BLOCK_K)
             up_low = tl.dot(x_low, tile_up, up_low, out_dtype=tl.int32)
             up_high = tl.dot(x_high, tile_up, up_high, out_dtype=tl.int32)
             if PLANES == 3:
@@ -128,31 +128,12 @@ def int8_matmul(
             SUMS_STRIDE, HAS_BIAS, HAS_RESIDUAL, IS_GATED, True, dtype,
         )  # fmt: skip
     else:
-        # The parts are added in their order by whichever program comes last, so the order of arrival changes nothing.
-        cell = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        place = partial + block * PARTS * BLOCK_M * BLOCK_N + cell
-        tl.store(place + part * BLOCK_M * BLOCK_N, total, mask=is_row[:, None])
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived + block, 1, sem="acq_rel")
-        if before == PARTS - 1:
-            tl.store(arrived + block, 0)
-            total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-            for each in tl.static_range(PARTS):
-                total += tl.load(
-                    place + each * BLOCK_M * BLOCK_N, mask=is_row[:, None], other=0.0, cache_modifier=".cg"
-                )
+        total, is_last = add_parts(total, partial, arrived, block, part, is_row, BLOCK_M, BLOCK_N, PARTS)
+        if is_last:
             finish(
                 total, total, scales, bias, sums_out, out, block, offs_m, offs_n, is_row, n,
                 SUMS_STRIDE, HAS_BIAS, HAS_RESIDUAL, IS_GATED, True, dtype,
             )  # fmt: skip
-
-
-@triton.jit
-def _weights(w, offs_n, offs_k, n, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    place = w + offs_n[None, :].to(tl.int64) * K + offs_k[:, None]
-    if K % BLOCK_K == 0:
-        return tl.load(place, mask=offs_n[None, :] < n, other=0)
-    return tl.load(place, mask=(offs_n[None, :] < n) & (offs_k[:, None] < K), other=0)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from torch import nn
 
 from peerllm.engine.cache import KvCache
 from peerllm.engine.fused import attention, int8_matmul, matmul, rows, shared_memory
-from peerllm.engine.fused.tilings import INT8_PARTS, TILINGS, Tiling, default_tiling, int8_tiling
+from peerllm.engine.fused.tilings import INT8_PARTS, TILINGS, default_tiling, int8_tiling
 from peerllm.engine.int8 import is_quantised
 from peerllm.engine.slice import ModelSlice
 
@@ -24,10 +24,6 @@ NARROW = 16
 _NARROW_INT8 = 128
 """The library has no product of int8 weights with float16 rows: ours serves up to so many, and wider blocks widen the
 weights first."""
-INT8_KERNELS = ("planes", "bits")
-"""planes: activations become integers, `int8_matmul`. bits: weights become float16's bits in `matmul`."""
-_TILING_BITS = Tiling(64, 64, 4, 3)
-"""Of blocks with more than NARROW rows."""
 _TILE = 16
 _MOST_PARTS = 8
 _SHORT = 65
@@ -113,7 +109,6 @@ class FusedSlice:
         max_batch: sequences in one forward.
         max_rows: rows of all sequences of one forward together.
         is_dependent: programmatic dependent launch, on sm_90 and later.
-        int8_kernel: one of `INT8_KERNELS`, for int8 weights.
     """
 
     is_bound_to_slot = False
@@ -126,7 +121,6 @@ class FusedSlice:
         max_rows: int,
         max_batch: int = 1,
         is_dependent: bool = False,
-        int8_kernel: str = INT8_KERNELS[0],
     ) -> None:
         self.part = part
         self.cache = cache
@@ -153,15 +147,15 @@ class FusedSlice:
         self._normed = buffer(max_rows, shape.width)
         self._delta = buffer(max_rows, shape.width)
         self._gate_up = buffer(max_rows, 2 * shape.intermediate)
+        has_int8 = is_quantised(part)
         # Wide blocks multiply by the library's products, which take no int8: one weight at a time is widened.
-        largest = max(shape.intermediate * 2, self._qkv_width) * shape.width if is_quantised(part) else 0
+        largest = max(shape.intermediate * 2, self._qkv_width) * shape.width if has_int8 else 0
         self._unquantised = buffer(largest)
-        self._narrow = min(max_rows, _NARROW_INT8) if is_quantised(part) else NARROW
+        self._narrow = min(max_rows, _NARROW_INT8) if has_int8 else NARROW
         self._shared = shared_memory(device)
-        self._has_planes = is_quantised(part) and int8_kernel == "planes"
         # float32 has more digits than two planes.
         self._plane_count = 3 if self._is_fp32 else 2
-        depth = max(shape.intermediate, shape.width, shape.heads * shape.head_dim) if self._has_planes else 0
+        depth = max(shape.intermediate, shape.width, shape.heads * shape.head_dim) if has_int8 else 0
         self._planes = buffer(self._plane_count, _NARROW_INT8 * depth, of=torch.int8)
         self._steps = buffer(_NARROW_INT8, of=torch.float32)
         self._sums = [buffer(max(NARROW, self._narrow), self._sums_stride, of=torch.float32) for _ in range(2)]
@@ -172,7 +166,7 @@ class FusedSlice:
         self._splits = -(-cache.capacity // self._split)
         # Batches of up to NARROW rows together, or of one row each.
         parts = max(min(NARROW, max_rows), max_batch) * shape.heads * self._splits
-        partial_rows = max(_MOST_PARTS * NARROW, INT8_PARTS * _NARROW_INT8 if self._has_planes else 0)
+        partial_rows = max(_MOST_PARTS * NARROW, INT8_PARTS * _NARROW_INT8 if has_int8 else 0)
         self._product_partial = buffer(partial_rows, max(shape.width, self._qkv_width) + 128, of=torch.float32)
         self._product_arrived = buffer(max(shape.width, self._qkv_width), of=torch.int32)
         self._partial = buffer(parts, shape.head_dim, of=torch.float32)
@@ -284,29 +278,26 @@ class FusedSlice:
         sums_out: int | None = None,
         is_gated: bool = False,
     ) -> None:
-        if self._has_planes and weight.scales is not None:
+        if weight.scales is not None:
             self._int8_matmul(x, weight, out, count, norm=norm, sums_out=sums_out, is_gated=is_gated)
             return
         values = weight.values
         depth = values.shape[1]
         columns = values.shape[0] // 2 if is_gated else values.shape[0]
         tiling = TILINGS.get((columns, depth, is_gated)) or default_tiling(columns, depth, is_gated=is_gated)
-        if count > NARROW:
-            tiling = _TILING_BITS
-        block_m = max(NARROW, _power_of_two(count))
         # A tile of both, as they are in memory.
-        bytes_each = block_m * x.element_size() + tiling.block_n * values.element_size() * (2 if is_gated else 1)
+        bytes_each = NARROW * x.element_size() + tiling.block_n * values.element_size() * (2 if is_gated else 1)
         tiling = tiling.fitted(bytes_each, self._shared)
         blocks = -(-columns // tiling.block_n)
         matmul.block_matmul[(blocks, tiling.parts)](
-            x, values, weight.scales, weight.bias, norm,
+            x, values, weight.bias, norm,
             None if sums_in is None else self._sums[sums_in],
             None if sums_out is None else self._sums[sums_out],
             out, self._product_partial, self._product_arrived, count, columns, self._sum_count, self._eps,
-            K=depth, BLOCK_M=block_m, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
+            K=depth, BLOCK_M=NARROW, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
             SUMS=_power_of_two(self._sum_count), SUMS_STRIDE=self._sums_stride, PARTS=tiling.parts,
             HAS_NORM=norm is not None, HAS_BIAS=weight.bias is not None, HAS_RESIDUAL=sums_out is not None,
-            IS_GATED=is_gated, IS_INT8=weight.scales is not None, IS_FP32=self._is_fp32,
+            IS_GATED=is_gated, IS_FP32=self._is_fp32,
             IS_DEPENDENT=self.is_dependent, num_warps=tiling.warps, num_stages=tiling.stages,
             launch_pdl=self.is_dependent,
         )  # fmt: skip

@@ -16,28 +16,10 @@ import triton.language as tl
 from peerllm.engine.fused.dependent import dependents_may_start, wait_for_inputs
 
 
-@triton.jit
-def _weights(
-    w, offs_n, offs_k, n, k, W_STRIDE: tl.constexpr, EVEN_K: tl.constexpr, IS_INT8: tl.constexpr,
-    dtype: tl.constexpr,
-):  # fmt: skip
-    place = w + offs_n[None, :].to(tl.int64) * W_STRIDE + offs_k[:, None]
-    if EVEN_K:
-        tile = tl.load(place, mask=offs_n[None, :] < n, other=0)
-    else:
-        tile = tl.load(place, mask=(offs_n[None, :] < n) & (offs_k[:, None] < k), other=0)
-    if IS_INT8 and dtype == tl.float16:
-        # A conversion costs more than the product here. 0x6400 + u are float16's bits of 1024 + u, exactly.
-        biased = (tile.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
-        return biased.to(tl.float16, bitcast=True) - 1152.0
-    return tile.to(dtype)
-
-
 @triton.jit(do_not_specialize=["rows", "n_sums"])
 def block_matmul(
     x,  # [rows, K]
     w,  # [N, K], or [2 N, K] with the gate's rows first
-    scales,  # float32 [N] or [2 N]: of int8 weights, one a channel
     bias,  # [N]
     norm_weight,  # [K]
     sums_in,  # float32 [rows, SUMS_STRIDE]: parts of each row's sum of squares
@@ -60,7 +42,6 @@ def block_matmul(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     IS_GATED: tl.constexpr,
-    IS_INT8: tl.constexpr,
     IS_FP32: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
@@ -97,49 +78,69 @@ def block_matmul(
                 weight = tl.load(norm_weight + offs_k, mask=offs_k < K, other=0.0)
             # The rounding of the modules: normalise in float32, round, then the weight.
             rows_in = (rows_in.to(tl.float32) * scale[:, None]).to(dtype) * weight[None, :]
-        tile = _weights(w, offs_n, offs_k, n, K, K, EVEN_K, IS_INT8, dtype)
+        tile = weight_tile(w, offs_n, offs_k, n, K, BLOCK_K)
         total = tl.dot(rows_in, tile, total, input_precision=precision)
         if IS_GATED:
-            tile_up = _weights(w + n.to(tl.int64) * K, offs_n, offs_k, n, K, K, EVEN_K, IS_INT8, dtype)
+            tile_up = weight_tile(w + n.to(tl.int64) * K, offs_n, offs_k, n, K, BLOCK_K)
             total_up = tl.dot(rows_in, tile_up, total_up, input_precision=precision)
     if PARTS == 1:
         finish(
-            total, total_up if IS_GATED else total, scales, bias, sums_out, out, block, offs_m, offs_n, is_row, n,
-            SUMS_STRIDE, HAS_BIAS, HAS_RESIDUAL, IS_GATED, IS_INT8, dtype,
+            total, total_up if IS_GATED else total, None, bias, sums_out, out, block, offs_m, offs_n, is_row, n,
+            SUMS_STRIDE, HAS_BIAS, HAS_RESIDUAL, IS_GATED, False, dtype,
         )  # fmt: skip
     else:
-        # The parts are added in their order by whichever program comes last, so the order of arrival changes nothing.
-        tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        place = partial + block * PARTS * BLOCK_M * BLOCK_N + tile
-        tl.store(place + part * BLOCK_M * BLOCK_N, total, mask=is_row[:, None])
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived + block, 1, sem="acq_rel")
-        if before == PARTS - 1:
-            tl.store(arrived + block, 0)
-            total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-            for each in tl.static_range(PARTS):
-                total += tl.load(
-                    place + each * BLOCK_M * BLOCK_N, mask=is_row[:, None], other=0.0, cache_modifier=".cg"
-                )
+        total, is_last = add_parts(total, partial, arrived, block, part, is_row, BLOCK_M, BLOCK_N, PARTS)
+        if is_last:
             finish(
-                total, total, scales, bias, sums_out, out, block, offs_m, offs_n, is_row, n,
-                SUMS_STRIDE, HAS_BIAS, HAS_RESIDUAL, IS_GATED, IS_INT8, dtype,
+                total, total, None, bias, sums_out, out, block, offs_m, offs_n, is_row, n,
+                SUMS_STRIDE, HAS_BIAS, HAS_RESIDUAL, IS_GATED, False, dtype,
             )  # fmt: skip
+
+
+@triton.jit
+def weight_tile(w, offs_n, offs_k, n, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """`[BLOCK_K, BLOCK_N]` of a weight `[N, K]`, whatever its dtype."""
+    place = w + offs_n[None, :].to(tl.int64) * K + offs_k[:, None]
+    if K % BLOCK_K == 0:
+        return tl.load(place, mask=offs_n[None, :] < n, other=0)
+    return tl.load(place, mask=(offs_n[None, :] < n) & (offs_k[:, None] < K), other=0)
+
+
+@triton.jit
+def add_parts(
+    total, partial, arrived, block, part, is_row,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The sum of all parts' `total`, and whether it is this program's to use.
+
+    The parts are added in their order by whichever program comes last, so the order of arrival changes nothing.
+    """
+    cell = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    place = partial + block * PARTS * BLOCK_M * BLOCK_N + cell
+    tl.store(place + part * BLOCK_M * BLOCK_N, total, mask=is_row[:, None])
+    tl.debug_barrier()
+    is_last = tl.atomic_add(arrived + block, 1, sem="acq_rel") == PARTS - 1
+    if is_last:
+        tl.store(arrived + block, 0)
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for each in tl.static_range(PARTS):
+            total += tl.load(place + each * BLOCK_M * BLOCK_N, mask=is_row[:, None], other=0.0, cache_modifier=".cg")
+    return total, is_last
 
 
 @triton.jit
 def finish(
     total, total_up, scales, bias, sums_out, out, block, offs_m, offs_n, is_row, n,
     SUMS_STRIDE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_GATED: tl.constexpr,
-    IS_INT8: tl.constexpr, dtype: tl.constexpr,
+    HAS_SCALES: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     is_column = offs_n < n
     mask = is_row[:, None] & is_column[None, :]
     place = out + offs_m[:, None].to(tl.int64) * n + offs_n[None, :]
-    if IS_INT8:
+    if HAS_SCALES:
         total = total * tl.load(scales + offs_n, mask=is_column, other=0.0)[None, :]
     if IS_GATED:
-        if IS_INT8:
+        if HAS_SCALES:
             total_up = total_up * tl.load(scales + n + offs_n, mask=is_column, other=0.0)[None, :]
         gate = total.to(dtype).to(tl.float32)
         value = (gate / (1.0 + tl.exp(-gate))).to(dtype) * total_up.to(dtype)
