@@ -151,8 +151,10 @@ class BatchDecoder:
         self._has_shared = numpy.ones(slots, dtype=bool)
         self._computed = slots
         with torch.inference_mode():
-            self._replay: Replay = GraphPool(device).capture(self._advance)
-            self._take_in_shared()
+            pool = GraphPool(device)
+            self._replay: Replay = pool.capture(self._advance)
+            with pool.current():
+                self._take_in_shared()
 
     @classmethod
     def fitting(cls, part: ModelSlice, *, slots: int, **options: Any) -> BatchDecoder:

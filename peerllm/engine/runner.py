@@ -6,6 +6,7 @@ stands past the position, is masked, and is overwritten.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -217,11 +218,15 @@ class GraphPool:
         self._device = device
         self._handle: Any = None
 
+    def current(self) -> contextlib.AbstractContextManager[Any]:
+        """Makes the device the current one, where Triton's launches go."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
+
     def capture(self, work: Callable[[], Any]) -> Replay:
         """A graph of what `work()` does; three warm-ups on a side stream come first."""
         if self._device.type != "cuda":
             return _Eager(work)
-        with torch.cuda.device(self._device), torch.inference_mode():
+        with self.current(), torch.inference_mode():
             stream = torch.cuda.Stream(self._device)
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
@@ -229,7 +234,8 @@ class GraphPool:
                     work()
             torch.cuda.current_stream(self._device).wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._handle):
+            # torch's own stream for captures belongs to the first device that captured, and would lead there.
+            with torch.cuda.graph(graph, pool=self._handle, stream=stream):
                 work()
             if self._handle is None:
                 self._handle = graph.pool()
