@@ -215,11 +215,14 @@ class SctpTransport(StockSctpTransport):
 
     @property
     def slice_bytes(self) -> int:  # type: ignore[override]
-        """What leaves in a few milliseconds, so that something more urgent does not wait longer for its turn."""
-        rate = self._association.sender.window.rate if self._association is not None else None
-        if rate is None:
+        """What leaves in a few milliseconds, so that something more urgent does not wait longer for its turn. Whole
+        packets: every slice's last one would otherwise carry little more than its headers."""
+        if self._association is None:
             return limits.MAX_SLICE_BYTES
-        return int(min(max(rate * _SLICE_SECONDS, limits.MIN_SLICE_BYTES), limits.MAX_SLICE_BYTES))
+        sender = self._association.sender
+        rate = sender.window.rate
+        most = limits.MAX_SLICE_BYTES if rate is None else min(rate * _SLICE_SECONDS, limits.MAX_SLICE_BYTES)
+        return max(1, int(most) // sender.payload_bytes) * sender.payload_bytes
 
     def _data_channel_send(self, channel: Any, data: bytes | str) -> None:
         if self._association is None or self._data_channel_queue or not isinstance(data, bytes) or not data:

@@ -168,7 +168,6 @@ MESSAGE_OVERHEAD_BYTES = 64
 """What a message counts against MAX_UNPROCESSED_BYTES beside its bytes: a flood of empty ones is bounded too."""
 MAX_BULK_BYTES = MAX_UNPROCESSED_BYTES * 3 // 4
 """The share of MAX_UNPROCESSED_BYTES that prefill may take: a round always finds room."""
-MIN_SLICE_BYTES = 1 * KIB
 SCTP_SAFE_PACKET_BYTES = 1120
 """With IP, UDP and DTLS a packet of 1,200 bytes on IPv4 and 1,220 on IPv6: what any path of today carries."""
 SCTP_PROBED_PACKET_BYTES = (1400, 1188)

@@ -57,6 +57,16 @@ async def test_a_message_of_any_size_arrives_whole(pair: Pair, size: int) -> Non
         assert await pair.left.link.receive() == message
 
 
+@pytest.mark.parametrize("rate", [0.0, 20_000.0, 250_000.0, 2_500_000.0])
+async def test_a_long_message_leaves_in_full_packets(pair: Pair, rate: float) -> None:
+    await pair.start()
+    transport = pair.left.link._current.transport  # type: ignore[union-attr]
+    sender = transport._sctp._association.sender
+    sender.window.train_rate = rate
+    assert transport.slice_bytes % sender.payload_bytes == 0
+    assert sender.payload_bytes <= transport.slice_bytes <= limits.MAX_SLICE_BYTES
+
+
 async def test_a_peer_that_takes_only_64_kib_in_one_piece_gets_any_message_in_several(pair: Pair) -> None:
     pair.room.tamper = changing(max_message_bytes=65536)
     await pair.start()

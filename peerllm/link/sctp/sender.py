@@ -97,6 +97,11 @@ class Sender:
         self._paced_until: float | None = None
         self._remote_window = limits.SCTP_MAX_WINDOW_BYTES
 
+    @property
+    def payload_bytes(self) -> int:
+        """What a full packet carries of a message."""
+        return (self.max_packet_bytes - wire.COMMON_BYTES - wire.DATA_BYTES) & ~3
+
     # --- From above ---------------------------------------------------------------------------------------------------
 
     def put(self, stream_id: int, protocol: int, message: bytes, *, ordered: bool) -> None:
@@ -104,7 +109,7 @@ class Sender:
         sequence = self._sequences.get(stream_id, 0) if ordered else 0
         if ordered:
             self._sequences[stream_id] = (sequence + 1) & 0xFFFF
-        room = (self.max_packet_bytes - wire.COMMON_BYTES - wire.DATA_BYTES) & ~3
+        room = self.payload_bytes
         flags = FIRST_FRAGMENT if ordered else FIRST_FRAGMENT | UNORDERED
         for at in range(0, len(message), room):
             if at + room >= len(message):
@@ -221,7 +226,8 @@ class Sender:
             self._advance(newest, now)
         if delivered:
             self._t3_backoff = 0
-            self.window.delivered(delivered, newest.sent_at if newest is not None else now, now)
+            sent_at = newest.sent_at if newest is not None else now
+            self.window.delivered(delivered, sent_at, self.in_flight + delivered, now)
             self._t3_at = now + self._t3_seconds() if self._has_outstanding() else None
         self._find_lost(now)
         if not self._has_outstanding():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -69,6 +70,8 @@ class Way:
     queue: Queue
     loss: float = 0.0
     jitter: float = 0.0
+    lump: float = 0.0
+    """Packets arrive together, so many seconds after the last did: a radio link's frames, a machine that wakes late."""
     random: random.Random = field(default_factory=lambda: random.Random(1))
     is_cut: bool = False
     packets: int = 0
@@ -78,7 +81,8 @@ class Way:
         left = self.queue.pass_through(size + OVERHEAD)
         if left is None or self.is_cut or self.random.random() < self.loss:
             return
-        self.simulation.at(left + self.delay + self.random.random() * self.jitter, arrive)
+        arrives = left + self.delay + self.random.random() * self.jitter
+        self.simulation.at(math.ceil(arrives / self.lump) * self.lump if self.lump else arrives, arrive)
 
 
 class End:
@@ -144,6 +148,7 @@ class Path:
     rtt: float = 0.08
     loss: float = 0.0
     jitter: float = 0.0
+    lump: float = 0.0
     rate: float | None = None
     buffer_seconds: float = 0.1
     seed: int = 1
@@ -158,7 +163,15 @@ class Path:
                 Queue(self.simulation, self.rate, buffer),
             )
         there, back = (
-            Way(self.simulation, self.rtt / 2, queue, self.loss, self.jitter, random.Random(self.seed + index))
+            Way(
+                self.simulation,
+                self.rtt / 2,
+                queue,
+                self.loss,
+                self.jitter,
+                self.lump,
+                random.Random(self.seed + index),
+            )
             for index, queue in enumerate(self.queues)
         )
         self.left = End(self.simulation, there, tsn=(1 << 32) - 20, other_tsn=1000)

@@ -74,6 +74,56 @@ def test_a_bulk_transfer_fills_the_bottleneck_without_a_queue(rate: float, share
     assert quantile(queue, 0.95) <= (0.04 if rate > 5 * MBIT else 0.1)
 
 
+@pytest.mark.parametrize("lump", [0.005, 0.01])
+@pytest.mark.parametrize("rtt", [0.02, 0.08, 0.16])
+@pytest.mark.parametrize("mbit", [5, 10, 20, 50])
+def test_what_arrives_in_lumps_makes_no_queue(mbit: int, rtt: float, lump: float) -> None:
+    """A few packets that came together once told a rate that was a multiple of the path's."""
+    rate = mbit * MBIT
+    path = Path(rtt=rtt, rate=rate, buffer_seconds=1.0, lump=lump)
+    size = int(rate * 4)
+    transfer(path, size)
+    path.simulation.run(60, lambda: received(path) >= size)
+    assert size / path.simulation.now >= 0.8 * rate
+    assert path.queues is not None
+    assert quantile(path.queues[0].waits, 0.95) <= 0.04 + 3 * lump
+    assert max(path.queues[0].waits) <= 0.1
+
+
+@pytest.mark.parametrize("begin", [1.5, 1.53])
+@pytest.mark.parametrize("rtt", [0.05, 0.08, 0.12])
+def test_a_window_shrinks_once_for_one_queue(rtt: float, begin: float) -> None:
+    """Behind a window that was far too large the path never runs empty."""
+    path = Path(rtt=rtt, rate=20 * MBIT, buffer_seconds=1.0)
+    assert path.queues is not None
+    queue = path.queues[0]
+    transfer(path, 1 << 30)
+    path.simulation.run(begin)
+    window = path.left.association.sender.window
+    window.size *= 3
+    window.train_rate *= 4
+    while path.simulation.now < 3:
+        path.simulation.run(path.simulation.now + 0.002)
+        assert queue.free_at > path.simulation.now
+    assert max(queue.waits) > 0.1
+    assert queue.waits[-1] < 0.04
+
+
+@pytest.mark.parametrize("size", [64_000, 200_000])
+def test_a_rate_that_was_told_too_low_is_found_again(size: int) -> None:
+    path = Path(rate=20 * MBIT)
+    path.echo(size, 10)
+    usual = path.echo(size, 3)
+    path.left.association.sender.window.train_rate /= 10
+    path.echo(size, 10)
+    assert max(path.echo(size, 3)) <= max(usual) + 0.05
+    path.left.association.sender.window.train_rate /= 10
+    transfer(path, 10_000_000)
+    known, begun = received(path), path.simulation.now
+    path.simulation.run(begun + 3)
+    assert received(path) - known >= 0.8 * 3 * path.left.way.queue.rate  # type: ignore[operator]
+
+
 def test_two_flows_share_a_bottleneck() -> None:
     simulation, rate = Simulation(), 20 * MBIT
     queues = Queue(simulation, rate, rate), Queue(simulation, rate, rate)
@@ -107,6 +157,22 @@ def test_a_cut_ends_with_the_first_packet_that_passes() -> None:
     path.simulation.at(restored + 0.5, lambda: path.left.send(b"ping"))
     path.simulation.run(restored + 10, lambda: len(path.left.messages) > known)
     assert path.simulation.now - restored < 1.2
+
+
+def test_a_window_begins_anew_after_a_cut() -> None:
+    path = Path(rate=20 * MBIT)
+    path.echo(200_000, 5)
+    for way in (path.left.way, path.right.way):
+        way.is_cut = True
+    path.left.send(bytes(200_000))
+    path.simulation.run(path.simulation.now + 3)
+    for way in (path.left.way, path.right.way):
+        way.is_cut = False
+    window, receiver = path.left.association.sender.window, path.right.association.receiver
+    known = receiver.cumulative
+    path.simulation.run(path.simulation.now + 8, lambda: receiver.cumulative != known)
+    path.simulation.run(path.simulation.now + 0.06)
+    assert window.size <= limits.SCTP_INITIAL_PACKETS * 1_200
 
 
 def test_a_longer_way_does_not_look_like_loss() -> None:
