@@ -28,7 +28,7 @@ def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft",
         metavar="DRAFT",
-        help=f"{HELP}; ngram by default; used by the peer that holds layer 0",
+        help=f"{HELP} (the default); used by the peer that holds layer 0",
     )
     parser.add_argument(
         "--draft-length", type=int, metavar="K", help="candidates a block; without it, chosen round by round"
@@ -98,7 +98,7 @@ def config_of(args: argparse.Namespace, **more: object) -> DaemonConfig:
         )
     if args.draft_length is not None and not 0 <= args.draft_length <= limits.MAX_DRAFT_LENGTH:
         raise BadRequest(f"--draft-length is from 0 to {limits.MAX_DRAFT_LENGTH}")
-    draft = draft_named(args.draft or "ngram")
+    draft = draft_named(args.draft or "auto")
     for name in ("threads", "context"):
         value = getattr(args, name)
         if value is not None and value < 1:

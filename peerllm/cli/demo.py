@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rtt", type=_milliseconds, default=0.0, metavar="MS", help="add this round trip to the link")
     parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help="what to ask")
     parser.add_argument("--max-tokens", type=_count, default=96, metavar="N", help="tokens in the answer at most")
-    parser.add_argument("--draft", metavar="DRAFT", help=f"{HELP}; default: the model's in this package")
+    parser.add_argument("--draft", metavar="DRAFT", help=f"{HELP} (the default)")
     parser.add_argument("--model", default=MODEL, metavar="M", help="another model: a folder or a hub id")
     parser.add_argument("--threads", type=_count, default=1, metavar="N", help="CPU threads of each engine (default 1)")
     parser.add_argument("--json", action="store_true", help="print the table's figures as JSON")
@@ -61,7 +61,8 @@ def _count(words: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    args.draft = default_draft(args.model) if args.draft is None else draft_named(args.draft)
+    # Named here, so that the table says which it was.
+    args.draft = default_draft(args.model) if args.draft in (None, "auto") else draft_named(args.draft)
     progress = Progress(sys.stderr)
     say: Callable[[str], None] = (lambda _: None) if args.json else print
     try:

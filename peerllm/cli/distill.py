@@ -41,7 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     recipe.add_argument("--reuse", type=_count, metavar="N", help="how often an answer is trained on (default 3)")
     recipe.add_argument("--step-tokens", type=_count, metavar="N", help="of one optimiser step (default 32768)")
-    recipe.add_argument("--learning-rate", type=float, metavar="R", help="at its highest (default 0.001)")
+    recipe.add_argument(
+        "--learning-rate",
+        type=float,
+        metavar="R",
+        help="at its highest (default: by the target's width, at most 0.008)",
+    )
     recipe.add_argument("--held-out-every", type=_count, metavar="N", help="one prompt of so many judges (default 64)")
     recipe.add_argument("--seed", type=int, metavar="N", help="of the prompts and answers (default 0)")
     here = parser.add_argument_group("how it is run here")

@@ -6,16 +6,16 @@ from pathlib import Path
 
 from peerllm.protocol.errors import BadRequest
 
-HELP = "none, ngram, or a draft's folder (model:PATH is the same)"
+HELP = "none, ngram, a draft's folder (model:PATH is the same), or auto: the model's in this package, else ngram"
 
 
 def draft_named(words: str) -> str:
-    """`none`, `ngram` or `model:PATH` of what a user typed.
+    """`none`, `ngram`, `auto` or `model:PATH` of what a user typed.
 
     Raises:
-        BadRequest: neither of the words, and no folder.
+        BadRequest: none of the words, and no folder.
     """
-    if words in ("none", "ngram") or (words.startswith("model:") and words != "model:"):
+    if words in ("none", "ngram", "auto") or (words.startswith("model:") and words != "model:"):
         return words
     folder = Path(words).expanduser()
     if words and folder.is_dir():

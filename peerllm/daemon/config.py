@@ -21,7 +21,8 @@ class DaemonConfig:
     """The lasting name of a room to meet again in; empty: the one met last."""
     model: str | None = None
     revision: str | None = None
-    draft: str = "ngram"
+    draft: str = "auto"
+    """`none`, `ngram`, `model:PATH`, or `auto`: the model's in this package, and `ngram` where there is none."""
     draft_length: int | None = None
     """Candidates a block for every request that does not say; None adapts."""
     layers: LayerRange | None = None

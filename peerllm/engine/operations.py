@@ -14,7 +14,7 @@ from peerllm.engine.machine import machine
 from peerllm.engine.planting import as_whole
 from peerllm.engine.results import Prefilled
 from peerllm.engine.tokens import Tokens
-from peerllm.models.drafts import check_draft, check_target, is_draft
+from peerllm.models.drafts import check_draft, check_target, is_draft, shipped_for
 from peerllm.protocol import limits
 from peerllm.protocol.errors import EngineError, ProtocolError
 from peerllm.protocol.fields import from_map, to_map
@@ -121,6 +121,10 @@ class Operations:
         # Imported when it is needed: transformers' models take seconds, and a refusal needs none of them.
         from peerllm.engine.engine import Engine
 
+        draft = _optional_text(header, "draft") or "none"
+        if draft == "auto":
+            shipped = shipped_for(folder, self._progress)
+            draft = "ngram" if shipped is None else f"model:{shipped}"
         engine = Engine.load(
             folder,
             layers,
@@ -130,7 +134,7 @@ class Operations:
             threads=self._threads if threads is None else _uint(header, "threads"),
             context=None if header.get("context") is None else _uint(header, "context"),
             wire_codec=_text(header, "codec"),
-            draft=_optional_text(header, "draft") or "none",
+            draft=draft,
             weights=_optional_text(header, "weights") or "unquantised",
             progress=self._progress,
         )

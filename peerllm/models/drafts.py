@@ -10,6 +10,7 @@ The embedding is the target's own, and so is the head of a target with tied embe
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from peerllm.models.allowlist import check_folder
 from peerllm.models.cache import Progress, no_progress
 from peerllm.models.checkpoint import Checkpoint, read_json
-from peerllm.models.identity import folder_identity
+from peerllm.models.identity import config_hash, folder_identity
 from peerllm.protocol.errors import DraftMismatch, ModelError, ModelNotFound, ProtocolError
 from peerllm.protocol.fields import from_map, to_map
 from peerllm.protocol.identity import ModelIdentity
@@ -135,3 +136,17 @@ def shipped(name: str) -> Path | None:
     """The draft in this package for the model called `name`; None where there is none."""
     folder = _SHIPPED / name
     return folder if is_draft(folder) and (folder / "model.safetensors").is_file() else None
+
+
+def shipped_for(target: str | Path, progress: Progress = no_progress) -> Path | None:
+    """The draft in this package for the model in the folder `target`, whatever its name; None where there is none."""
+    config = config_hash(check_folder(Path(target)))
+    for name in sorted(path.name for path in _SHIPPED.glob("*")):
+        folder = shipped(name)
+        # Only a target of the same shape is worth the hashing of its files.
+        if folder is None or read_draft(folder).target.config != config:
+            continue
+        with contextlib.suppress(DraftMismatch):
+            check_target(folder, target, progress)
+            return folder
+    return None

@@ -9,6 +9,8 @@ import torch
 
 from peerllm.engine.drafting.distilled import load_distilled
 from peerllm.engine.drafting.graph import GraphDrafter
+from peerllm.engine.drafting.model import ModelDrafter
+from peerllm.engine.drafting.ngram import NgramDrafter
 from peerllm.engine.engine import Engine
 from peerllm.engine.memory import plan_draft
 from peerllm.models import drafts, library
@@ -153,3 +155,22 @@ def test_a_shipped_draft_is_found_by_its_models_name_and_only_when_it_is_whole(t
     assert short_name(default_draft("tiny")) == "model:tiny"
     (draft / "model.safetensors").unlink()
     assert default_draft("tiny") == "ngram"
+
+
+def test_without_a_word_about_it_a_model_gets_the_shipped_draft_that_was_made_for_its_weights(
+    tiny, tmp_path, monkeypatch
+):
+    from peerllm.engine.operations import Operations
+
+    target = tiny("llama").folder
+    monkeypatch.setattr(drafts, "_SHIPPED", tmp_path / "shipped")
+    (tmp_path / "shipped").mkdir()
+    draft = whole_draft(tmp_path / "shipped" / "somebody-elses-name", target, list(range(100)))
+    other = tiny_models.make_model(tmp_path / "other", "llama", seed=7)
+    assert drafts.shipped_for(target) == draft
+    assert drafts.shipped_for(other) is None, "of the same shape, with other weights"
+    operations = Operations(threads=1, progress=lambda *_: None)
+    for folder, kind in ((target, ModelDrafter), (other, NgramDrafter)):
+        load = {"folder": str(folder), "layers": [0, 2], "dtype": "float32", "codec": "exact", "context": 64}
+        operations.perform("load", {**load, "draft": "auto"}, b"")
+        assert isinstance(operations._need_engine().drafter, kind)

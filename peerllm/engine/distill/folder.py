@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from peerllm import __version__
+from peerllm.engine.distill import reporting
 from peerllm.engine.distill.checkpoint import RunState
 from peerllm.engine.distill.files import replace_file, replace_json, replace_tensors, replace_text
 from peerllm.engine.distill.student import trained_parameters
@@ -125,11 +126,10 @@ def model_card(target: Target, state: RunState, figures: Mapping[str, Any]) -> s
         f"- one prompt of {recipe.held_out_every}, by its hash, was never trained on",
         "",
         "## Figures",
-        "The last evaluation, on prompts that it was not trained on:",
+        f"After {figures['seconds'] / 60:.1f} minutes, answers made at {figures['tokens_per_second']:,.0f} tokens/s.",
+        "On prompts that it was not trained on (unseen: a hundred that come with peerllm; held out: the target's own):",
         "",
-        "```",
-        json.dumps(dict(figures), indent=1),
-        "```",
+        *reporting.figures_table(figures),
         "",
         "## The target",
         f"- configuration {target.identity.config}",

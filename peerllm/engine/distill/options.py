@@ -21,6 +21,8 @@ MOST_LAYERS = 4
 DEFAULT_VOCAB_TOP = 16384
 """Tokens of the head: with so many of SmolLM2's 49,152 nothing was lost (facts.md)."""
 DEFAULT_TOKENS = 40_000_000
+_LEARNING_RATE, _LEARNING_WIDTH = 8e-3, 576
+"""Measured for SmolLM2-135M: of 1e-3, 2.5e-3, 5e-3 and 8e-3 each was better than the one before (docs/distill.md)."""
 WAVES = 16
 MOST_WAVE_TOKENS = 2_000_000
 _WARMUP_STEPS = 100
@@ -117,6 +119,14 @@ def default_init(layers: int, of: int) -> tuple[int, ...]:
     return (*range(front), *range(of - (layers - front), of))
 
 
+def default_learning_rate(shape: ModelShape) -> float:
+    """What was best at one width, and less in proportion for wider models.
+
+    Yang and others, "Tensor Programs V" (2022): Adam's best rate for a block's matrices goes with one over the width.
+    """
+    return _LEARNING_RATE * min(1.0, _LEARNING_WIDTH / shape.hidden_size)
+
+
 def make_recipe(
     shape: ModelShape,
     *,
@@ -144,6 +154,7 @@ def make_recipe(
         raise BadRequest(f"--init-from names {len(init_from)} layers; the draft has {layers}")
     if any(not 0 <= layer < shape.layers for layer in init_from):
         raise BadRequest(f"--init-from names layers from 0 to {shape.layers - 1}")
+    more.setdefault("learning_rate", default_learning_rate(shape))
     recipe = Recipe(layers=layers, init_from=init_from, vocab_top=top, **more)
     _check(recipe)
     longest = recipe.prompt_tokens + recipe.answer_tokens

@@ -61,7 +61,47 @@ def gain_lines(name: str, gains: list[Gain]) -> list[str]:
 def cpu_line(cost: CpuCost | None) -> str:
     if cost is None:
         return "Cost on a CPU: not measured, the target does not fit this machine's memory in float32."
+    return cpu_words(cost.draft_ms, cost.target_ms, cost.share)
+
+
+def cpu_words(draft_ms: float, target_ms: float, share: float) -> str:
     return (
-        f"Cost on a CPU, one thread, float32: {cost.draft_ms:.1f} ms a drafted token, {cost.target_ms:.1f} ms one of "
-        f"the target's: {cost.share:.0%} of it."
+        f"Cost on a CPU, one thread, float32: {draft_ms:.1f} ms a drafted token, {target_ms:.1f} ms one of "
+        f"the target's: {share:.0%} of it."
     )
+
+
+def figures_table(figures: Mapping[str, Any]) -> list[str]:
+    """A report in Markdown, for the model card: what `evaluation_lines`, `times_line` and `gain_lines` say."""
+    lines = [
+        "| prompts | answers | agreement | tokens a round, K = 4 | K = 8 | own stop (drafted) |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, found in figures.get("evaluations", {}).items():
+        per_round, drafted = found["per_round"], found["drafted"]
+        lines.append(
+            f"| {name} | {found['answers']} | {found['agreement']:.3f} | {per_round['4']:.2f} | {per_round['8']:.2f} "
+            f"| {per_round['stop']:.2f} ({drafted['stop']:.1f}) |"
+        )
+    times = figures.get("times")
+    if times is not None:
+        listed = ", ".join(f"{rows}: {ms:.2f}" for rows, ms in times["block_ms"].items())
+        lines += [
+            "",
+            f"On the device of the run a drafted token takes {times['draft_token_ms']:.2f} ms, the target's block, ms "
+            f"by its rows: {listed}. With both peers like that device:",
+            "",
+            "| prompts | round trip | tokens/s | plain | times | K |",
+            "| --- | --- | --- | --- | --- | --- |",
+        ]
+        for name, gains in figures.get("gains", {}).items():
+            lines += [
+                f"| {name} | {gain['round_trip_ms']:.0f} ms | {gain['tokens_per_second']:.1f} "
+                f"| {gain['plain_tokens_per_second']:.1f} | {gain['times_plain']:.2f} "
+                f"| {gain['length']}{', stopping below ' + format(gain['stop'], 'g') if gain['stop'] else ''} |"
+                for gain in gains
+            ]
+    cost = figures.get("cpu")
+    if cost is not None:
+        lines += ["", cpu_words(cost["draft_ms"], cost["target_ms"], cost["share"])]
+    return lines

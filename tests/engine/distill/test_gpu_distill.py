@@ -52,8 +52,8 @@ def test_a_thousand_ragged_sequences_are_each_as_if_alone(tmp_path, path):
 
 
 def test_a_distillation_on_the_gpu_ends_better_than_it_began_and_its_draft_runs_there(tmp_path, distil):
-    target = make_target(tmp_path / "target", hidden=128, heads=4, kv_heads=2)
-    wishes = {"tokens": 60_000, "learning_rate": 4e-3, "step_tokens": 2048}
+    target = make_target(tmp_path / "target", hidden=64, heads=2, kv_heads=1)
+    wishes = {"tokens": 60_000, "learning_rate": 4e-3, "step_tokens": 512}
     run, lines = distil(
         target=str(target), wishes=wishes, device="cuda:0", slots=256, evaluation_prompts=30, dtype=None
     )
