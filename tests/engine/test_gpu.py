@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 import torch
@@ -227,3 +228,25 @@ def test_the_graphs_of_modules_and_the_eager_modules_share_one_interface():
     one = graph.forward(0, tokens).clone()
     cache.rewind(0, 0)
     assert float((eager.forward(0, tokens) - one).abs().max()) < TOLERANCE[torch.float16]
+
+
+def test_a_killed_worker_leaves_nothing_on_the_device(folders):
+    from tests.engine.worker_end import Worker
+
+    def free():
+        return torch.cuda.mem_get_info(0)[0]
+
+    torch.cuda.synchronize()
+    before = free()
+    worker = Worker()
+    try:
+        worker.load(folders("llama")[0], (0, 4), devices=["cuda:0"], dtype="float16")
+        assert free() < before - (64 << 20), "weights, graphs and CUDA's own"
+        worker.process.kill()
+        worker.process.wait(10)
+    finally:
+        worker.stop()
+    deadline = time.monotonic() + 10
+    while free() < before - (8 << 20) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert free() >= before - (8 << 20)
