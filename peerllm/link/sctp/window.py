@@ -176,7 +176,9 @@ class Window:
         is_long = passed >= _LONG_SHARE * self._train_flight or span >= (self.base or 0.0) / 2
         self._is_measured |= is_long
         if rate > self.train_rate:
-            if is_long:
+            # The first is better than none: what a short train tells is corrected by the next long one. The last SACK
+            # of a flight may be one that the other side held back, which would tell a fraction of the rate.
+            if is_long or not self.train_rate:
                 self.train_rate = rate
         elif is_whole and is_long and span > _STRETCHED * sent_span:
             self.train_rate += (rate - self.train_rate) / 8

@@ -9,6 +9,7 @@ import random
 
 import pytest
 
+from peerllm.link.sctp.window import Window
 from peerllm.protocol import limits
 from tests.link.sctp.path import Path, Queue, Simulation, quantile
 
@@ -88,6 +89,18 @@ def test_what_arrives_in_lumps_makes_no_queue(mbit: int, rtt: float, lump: float
     assert path.queues is not None
     assert quantile(path.queues[0].waits, 0.95) <= 0.04 + 3 * lump
     assert max(path.queues[0].waits) <= 0.1
+
+
+def test_a_last_sack_that_was_held_back_does_not_tell_the_rate() -> None:
+    """As in the lab: half of a flight's SACKs came together, the rest as the bottleneck let them, one 10 ms late."""
+    window, flight = Window(), 27_900
+    arrivals = (0.0, 0.0006, 0.001, 0.0018, 0.0033, 0.0046, 0.0056, 0.0169)
+    for after in arrivals:
+        window.sampled(0.083 + after, 0.13 + after)
+        window.limited()
+        window.delivered(2_800, 0.0489, flight, 0.13 + after)
+        flight -= 2_800
+    assert 0.7 * 20 * MBIT <= window.train_rate <= 1.3 * 20 * MBIT
 
 
 @pytest.mark.parametrize("begin", [1.5, 1.53])
