@@ -62,8 +62,8 @@ def steady(samples: int) -> None:
 def bulk(samples: int) -> None:
     """A transfer for each forty samples: the median, and the worst.
 
-    At 2 Mbit/s, pings of the system's and 16 bytes over the link go on meanwhile: p95 at most 100 ms more than the round
-    trip is the aim.
+    At 2 Mbit/s, pings of the system's and 16 bytes over the link go on meanwhile: p95 at most 100 ms more than the
+    round trip is the aim.
     """
     for mbit, buffer_ms, size in ((20, 1000, 8_000_000), (2, 100, 1_600_000), (2, 1000, 1_600_000)):
         runs = [_transfer(mbit, buffer_ms, size) for _ in range(max(1, samples // 40))]
