@@ -98,13 +98,18 @@ def check_plan(plan: Plan, offer: Offer, answer: Answer) -> None:
         raise ModelMismatch("the other side planned a dtype or a context that this one cannot serve")
 
 
-def offered_dtypes(machine: dict[str, Any], wanted: str | None) -> tuple[str, ...]:
-    """What this machine computes in, best first; `wanted` alone if the user named one.
+_CPU_DTYPES = ("float32", "bfloat16")
+
+
+def offered_dtypes(machine: dict[str, Any], wanted: str | None, chosen: list[dict[str, Any]]) -> tuple[str, ...]:
+    """What this machine computes in on the `chosen` devices, best first; `wanted` alone if the user named one.
 
     Raises:
         ModelMismatch: the machine cannot compute in it.
     """
-    able = tuple(machine["dtypes"])
+    # The machine's list is that of its GPUs where it has any.
+    is_cpu = all(device["device"] == "cpu" for device in chosen)
+    able = _CPU_DTYPES if is_cpu else tuple(machine["dtypes"])
     if wanted is None:
         return able
     if wanted not in able:

@@ -82,6 +82,8 @@ class Engine:
             await self._settled.wait()  # a worker that is being restarted loads already
             if self.loaded is not None and self._load == arguments:
                 return self.loaded
+        # The worker gives up what it holds before it loads; where that fails, nothing is loaded any more.
+        self.loaded = None
         reply = await self.call("load", **arguments)
         self._load = arguments
         self.loaded = reply.values

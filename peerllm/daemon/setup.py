@@ -155,7 +155,7 @@ class Setup:
             revision=model["revision"],
             identity=replace(from_map(ModelIdentity, model["identity"]), weights=self._weights),
             codec=self._config.codec,
-            dtypes=offered_dtypes(self._machine, self._config.dtype),
+            dtypes=offered_dtypes(self._machine, self._config.dtype, self._devices()),
             layers=self._config.layers,
             free_bytes=free_bytes(self._devices()),
             context=self._context(model),
@@ -178,7 +178,7 @@ class Setup:
         check_same_model(identity, offer.identity, offer.name)
         answer = Answer(
             identity=identity,
-            dtypes=offered_dtypes(self._machine, self._config.dtype),
+            dtypes=offered_dtypes(self._machine, self._config.dtype, self._devices()),
             layers=self._config.layers,
             free_bytes=free_bytes(self._devices()),
             context=self._context(model),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -105,13 +106,19 @@ def step_bytes(part: ModelSlice, context: int, *, with_embedding: bool = False) 
     return weights + 2 * len(part.range) * part.shape.kv_heads * part.shape.head_dim * context * element
 
 
+def _works(path: str, device: torch.device) -> bool:
+    if path == "eager":
+        return True
+    return device.type == "cuda" and (path == "graph" or fused.is_available(device))
+
+
 class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.device = torch.device(options.device)
         self.dtype = DTYPES[options.dtype]
         self.context = options.context
         self.timer = Timer(self.device, options.repeats)
-        self.paths = [each for each in _PATHS if each in options.paths and self._works(each)]
+        self.paths = [each for each in _PATHS if each in options.paths and _works(each, self.device)]
         self.rows: list[dict[str, Any]] = []
         self.bandwidth = copy_bandwidth(self.device, self.timer)
         self.rate = matrix_rate(self.device, self.dtype, self.timer)
@@ -121,11 +128,6 @@ class Bench:
     @property
     def _exact_paths(self) -> list[str]:
         return [path for path in self.paths if path != "int8"]
-
-    def _works(self, path: str) -> bool:
-        if path == "eager":
-            return True
-        return self.device.type == "cuda" and (path == "graph" or fused.is_available(self.device))
 
     def add(self, step: str, bytes_moved: int, times: dict[str, float], limit_ms: float | None = None) -> None:
         limit = bytes_moved / self.bandwidth * 1e3 if limit_ms is None else limit_ms
@@ -262,8 +264,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def profile(path: Path, bench: Bench, shape: str) -> list[tuple[str, float]]:
-    """Writes a trace of draft steps for chrome://tracing and Perfetto; gives the ten largest kernels and their µs."""
+def profile(path: Path, bench: Bench, shape: str) -> list[tuple[str, float, int]]:
+    """Writes a trace of draft steps for chrome://tracing and Perfetto; gives the ten largest: name, µs, calls."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
@@ -275,7 +277,27 @@ def profile(path: Path, bench: Bench, shape: str) -> list[tuple[str, float]]:
     events = found.key_averages()
     field = "self_device_time_total" if bench.device.type == "cuda" else "self_cpu_time_total"
     ordered = sorted(events, key=lambda each: -getattr(each, field))[:10]
-    return [(each.key, getattr(each, field) / max(1, each.count)) for each in ordered]
+    return [(each.key, getattr(each, field) / max(1, each.count), each.count) for each in ordered]
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends with the option's name where it makes no sense, before anything is measured."""
+    if options.context <= _ROOM:
+        parser.error(f"argument --context: more than {_ROOM} positions are needed")
+    if options.repeats < 1:
+        parser.error("argument --repeats: a number from 1 up")
+    try:
+        torch.empty(1, device=options.device)
+    except (RuntimeError, AssertionError) as error:
+        parser.error(f"argument --device: {options.device!r} cannot be used: {str(error).splitlines()[0]}")
+    device = torch.device(options.device)
+    if not any(_works(path, device) for path in options.paths if path != "int8"):
+        parser.error(f"argument --paths: one of eager, graph and fused that runs on {options.device} is needed")
+    if options.profile is not None:
+        try:
+            options.profile.open("ab").close()
+        except OSError as error:
+            parser.error(f"argument --profile: {options.profile} cannot be written: {error.strerror}")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -291,6 +313,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="figures instead of the table")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="write a trace of draft steps")
     options = parser.parse_args(arguments)
+    _check(parser, options)
     with torch.inference_mode():
         bench = Bench(options)
         count = named_config(options.shape).num_hidden_layers
@@ -323,8 +346,9 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"compiling and capturing, {name}: {seconds:.2f} s")
     if options.profile is not None:
         with torch.inference_mode():
-            for name, us in profile(options.profile, bench, options.draft_shape):
-                print(f"{us:10.1f} us  {name[:100]}")
+            for name, us, calls in profile(options.profile, bench, options.draft_shape):
+                # Beside JSON, which has standard output to itself.
+                print(f"{us:10.1f} us x {calls:<6d} {name[:100]}", file=sys.stderr if options.json else sys.stdout)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,16 @@ from peerllm.engine.slice import ModelSlice
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _LARGEST = 127.0
+_LEAST_EXPONENT = -24
+"""Of float16's smallest number."""
 
 
 def quantise_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """int8 `[out, in]` and float32 scales `[out]` of a weight `[out, in]`."""
     wide = weight.to(torch.float32)
     scales = wide.abs().amax(dim=1) / _LARGEST
-    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    # Not `scales > 0`: a weight that is no number makes its channel none, as without quantising, and not nought.
+    scales = torch.where(scales == 0, torch.ones_like(scales), scales)
     return (wide / scales[:, None]).round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8), scales
 
 
@@ -41,7 +44,11 @@ class Int8Linear(nn.Module):
         return cls(weight, scales, None if linear.bias is None else linear.bias.data)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = functional.linear(x, self.weight.to(x.dtype)).to(torch.float32) * self.scales
+        # The scale's power of two goes into the weights, which loses nothing: sums of plain int8 times hidden states
+        # pass float16's range.
+        step = torch.exp2(torch.floor(torch.log2(self.scales)).clamp_(min=_LEAST_EXPONENT)).to(x.dtype)
+        out = functional.linear(x, self.weight.to(x.dtype) * step[:, None]).to(torch.float32)
+        out = out * (self.scales / step.to(torch.float32))
         if self.bias is not None:
             out = out + self.bias.to(torch.float32)
         return out.to(x.dtype)

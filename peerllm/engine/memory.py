@@ -101,7 +101,7 @@ def plan_slice(
         cache_per_position=per_position,
         context=context,
         slots=slots,
-        workspace=workspace_bytes(shape, layers, dtype, is_gpu=is_gpu),
+        workspace=workspace_bytes(shape, layers, dtype, is_gpu=is_gpu, weights=weights),
         draft=draft,
         free=free,
     )
@@ -154,7 +154,7 @@ def int8_saving(shape: ModelShape, layers: int, dtype: str) -> int:
     return layers * (each - small)
 
 
-def workspace_bytes(shape: ModelShape, layers: LayerRange, dtype: str, *, is_gpu: bool) -> int:
+def workspace_bytes(shape: ModelShape, layers: LayerRange, dtype: str, *, is_gpu: bool, weights: str = "") -> int:
     """Static buffers of a forward and, on a GPU, graphs and the libraries' own."""
     rows = max(*BUCKETS, limits.PREFILL_CHUNK_ROWS)
     queries = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
@@ -162,6 +162,10 @@ def workspace_bytes(shape: ModelShape, layers: LayerRange, dtype: str, *, is_gpu
     size = rows * width * DTYPE_BYTES[dtype]
     if layers.last >= shape.layers:
         size += max(BUCKETS) * shape.vocabulary * (DTYPE_BYTES[dtype] + 4)
+    if weights == INT8:
+        # Wide blocks widen one weight at a time, and narrow ones split their rows into planes.
+        size += max(2 * shape.intermediate_size, queries) * shape.hidden_size * DTYPE_BYTES[dtype]
+        size += 3 * rows * max(shape.intermediate_size, shape.hidden_size, queries)
     return size + (_GRAPH_BYTES + _CUDA_CONTEXT_BYTES if is_gpu else _HOST_WORKSPACE_BYTES)
 
 
@@ -206,12 +210,15 @@ def plans_for(
     """
     kind, _, path = draft.partition(":")
     drafting = indexed(draft_device) if kind == "model" and path else None
-    plans = []
+    plans: list[tuple[torch.device, Plan]] = []
+    # A device that is named again has what the parts before leave of it.
+    used: dict[torch.device, int] = {}
     for layers, place in zip(ranges, places, strict=False):
         counted = _slots_on(place, slots)
         is_gpu = place.type == "cuda"
+        before = used.get(indexed(place), 0)
         drafts = 0
-        if indexed(place) == drafting:
+        if indexed(place) == drafting and not before:
             drafts = plan_draft(
                 path,
                 dtype=dtype,
@@ -227,10 +234,11 @@ def plans_for(
             weights=weights,
             context=context,
             slots=counted,
-            free=free_memory(place),
+            free=max(0, free_memory(place) - before),
             is_gpu=is_gpu,
             draft=drafts,
         )
+        used[indexed(place)] = before + plan.total
         plans.append((place, plan))
     if drafting is not None and all(indexed(place) != drafting for place, _ in plans):
         plan = plan_draft_alone(

@@ -118,11 +118,13 @@ def test_a_plan_that_does_not_follow_from_what_was_said_is_refused() -> None:
 
 def test_a_dtype_or_device_that_the_machine_lacks_is_refused_with_what_it_has() -> None:
     machine = {"dtypes": ["float16", "float32"], "devices": [{"device": "cuda:0"}, {"device": "cpu"}]}
-    assert offered_dtypes(machine, None) == ("float16", "float32")
+    gpu, cpu = ([each] for each in machine["devices"])
+    assert offered_dtypes(machine, None, gpu) == ("float16", "float32")
+    assert offered_dtypes(machine, None, cpu) == ("float32", "bfloat16"), "a GPU that is not used has no say"
     assert chosen_devices(machine, ("cpu",)) == [{"device": "cpu"}]
     assert chosen_devices(machine, ()) == [{"device": "cuda:0"}]
     with pytest.raises(PeerllmError, match="float16, float32"):
-        offered_dtypes(machine, "bfloat16")
+        offered_dtypes(machine, "bfloat16", gpu)
     with pytest.raises(PeerllmError, match="cuda:0, cpu"):
         chosen_devices(machine, ("cuda:0", "cuda:3"))
 

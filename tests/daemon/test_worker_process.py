@@ -194,6 +194,18 @@ async def test_a_worker_that_is_being_restarted_is_not_loaded_twice(lives: Lives
     assert lives.engine.restarts == 1
 
 
+async def test_after_a_load_that_failed_the_one_before_is_loaded_again(lives: Lives, tmp_path: Path) -> None:
+    """The worker gives up what it holds before it loads."""
+    good, bad = str(tmp_path / "none"), tmp_path / "taken"
+    bad.touch()
+    await lives.engine.load(folder=good)
+    with pytest.raises(EngineError, match="no memory"):
+        await lives.engine.load(folder=str(bad))
+    assert lives.engine.loaded is None
+    bad.unlink()
+    assert (await lives.engine.load(folder=good))["pid"] > 0
+
+
 async def test_whoever_waits_is_told_when_no_successor_loads_and_the_tries_go_on(lives: Lives, tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     await lives.engine.load(folder=str(taken))

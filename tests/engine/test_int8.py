@@ -82,3 +82,25 @@ def test_a_pair_may_mix_kinds_of_weights(tiny):
     plain = pair.generate(model.prompts[0], 12, 0).tokens
     pair.first.drafter = Pair.load(model.folder, context=128, draft=f"model:{model.draft}").first.drafter
     assert pair.generate(model.prompts[0], 12, 4).tokens == plain
+
+
+def test_a_weight_that_is_no_number_is_found_as_without_quantising():
+    weight = torch.randn(4, 8)
+    weight[1, 2] = float("nan")
+    linear = torch.nn.Linear(8, 4, bias=False)
+    linear.weight = torch.nn.Parameter(weight)
+    assert Int8Linear.of(linear)(torch.randn(3, 8)).isnan()[:, 1].all()
+
+
+def test_in_float16_a_product_overflows_no_sooner_than_its_result():
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(3584, 8, bias=False)
+    linear.weight = torch.nn.Parameter(torch.randn(8, 3584) * 0.02)
+    x = torch.randn(1, 3584)
+    x[0, 5] = 3000.0
+    exact = linear(x)
+    small = Int8Linear.of(linear)
+    found = small(x.half())
+    assert torch.isfinite(found).all()
+    assert torch.allclose(found.float(), small(x), rtol=5e-3, atol=0.5)
+    assert torch.allclose(found.float(), exact, atol=2.0)

@@ -11,6 +11,7 @@ from peerllm.engine import memory
 from peerllm.engine.drafting.build import build_drafter
 from peerllm.engine.engine import Engine
 from peerllm.engine.shapes import named_config
+from peerllm.models.allowlist import check_folder
 from peerllm.protocol.errors import NotEnoughMemory
 from peerllm.protocol.identity import LayerRange
 from tests.engine.cut_drafts import whole_draft
@@ -134,6 +135,26 @@ def test_a_draft_is_planned_on_its_own_device_or_beside_the_layers_that_are_ther
     assert apart.total - beside["cuda:0"].draft == memory._CUDA_CONTEXT_BYTES
     spread = _plans(target, [(0, 7), (7, 14)], ["cuda:0", "cuda:1"], draft, "cuda:1")
     assert [(place, plan.draft > 0) for place, plan in spread.items()] == [("cuda:0", False), ("cuda:1", True)]
+
+
+def test_a_device_that_is_named_twice_holds_both_parts_and_one_draft(qwen, monkeypatch):
+    target, draft = qwen
+    _fake_gpus(monkeypatch, cuda_0=16 * GIB)
+    parts = memory.plans_for(
+        target, [LayerRange(0, 7), LayerRange(7, 14)], [torch.device("cuda:0")] * 2, draft=f"model:{draft}",
+        draft_device=torch.device("cuda:0"), dtype="float16", weights="unquantised", slots=2, context=512,
+    )  # fmt: skip
+    (_, first), (_, second) = parts
+    assert first.draft > 0 and second.draft == 0
+    assert second.free == 16 * GIB - first.total
+
+
+def test_int8_weights_need_room_to_be_widened_in(qwen):
+    spaces = [
+        memory.workspace_bytes(check_folder(qwen[0]), LayerRange(0, 14), "float16", is_gpu=True, weights=weights)
+        for weights in ("", "int8")
+    ]
+    assert spaces[1] - spaces[0] > 250 << 20  # gate and up of 7B in float16
 
 
 @pytest.mark.parametrize("draft", ["none", "ngram"])
