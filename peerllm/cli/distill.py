@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from peerllm.cli.progress import Progress
 from peerllm.cli.terminal import printable
 from peerllm.protocol.errors import BadRequest
 
+_MOST_NAME_BYTES = 240
+"""A file's name while it is written is somewhat longer; file systems take 255."""
 EXIT_STOPPED = 3
 """The stretch ended before the recipe was done; `--resume` goes on."""
 
@@ -144,16 +147,31 @@ def _check(args: argparse.Namespace) -> None:
     if args.evaluation_prompts < 0:
         raise BadRequest("--evaluation-prompts is a number from 0 up")
     for path in (args.plot, args.export_hf):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise BadRequest(f"{path.absolute().parent} is no folder here")
-    if args.export_hf is not None and args.export_hf.exists() and any(args.export_hf.iterdir()):
-        raise BadRequest(f"{args.export_hf} is not empty; name a new folder with --export-hf")
+        if path is None:
+            continue
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise BadRequest(f"{folder} is no folder here")
+        if not os.access(folder, os.W_OK) or len(os.fsencode(path.name)) > _MOST_NAME_BYTES:
+            raise BadRequest(f"{path} cannot be written")
+    if args.plot is not None and args.plot.exists() and not args.plot.is_file():
+        raise BadRequest(f"--plot {args.plot} is there and no file")
+    exported: Path | None = args.export_hf
+    if exported is None:
+        return
+    if exported.exists() and (not exported.is_dir() or any(exported.iterdir())):
+        raise BadRequest(f"{exported} is no folder or not empty; name a new one with --export-hf")
+    if exported.absolute() == args.out.expanduser().absolute():
+        raise BadRequest("--export-hf and --out are the same folder")
 
 
 def _count(words: str) -> int:
     """A number from 1 up, also as 40M or 500k."""
     factor = {"k": 1_000, "M": 1_000_000}.get(words[-1:], 1)
-    value = int(float(words[:-1]) * factor) if factor > 1 else int(words)
+    try:
+        value = int(float(words[:-1]) * factor) if factor > 1 else int(words)
+    except OverflowError:
+        raise argparse.ArgumentTypeError("too large a number") from None
     if value < 1:
         raise argparse.ArgumentTypeError("a number from 1 up")
     return value

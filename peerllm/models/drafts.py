@@ -75,6 +75,8 @@ def read_draft(folder: str | Path) -> DraftFile:
         identity = from_map(ModelIdentity, target.get("identity"))
     except ProtocolError as error:
         raise ModelError(f"{path} is damaged: {error.message}") from error
+    if not isinstance(found.get("init_from") or [], list) or not isinstance(found.get("figures") or {}, dict):
+        raise ModelError(f"{path} is damaged: init_from or figures")
     return DraftFile(
         target=identity,
         target_name=str(target.get("name"))[:256],

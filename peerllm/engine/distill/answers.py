@@ -12,9 +12,12 @@ import numpy
 from peerllm.engine.batch import BatchDecoder
 from peerllm.engine.distill.options import Recipe
 from peerllm.engine.distill.prompts import PromptFile, Turns, is_held_out
+from peerllm.protocol.errors import ModelError
 
 _PROMPT_TEMPERATURE = 1.0
 """Prompts of the target's own are plain samples: greedy ones would all be the same."""
+_MOST_BARREN = 64
+"""Texts for each slot that may end before there is any answer to learn from."""
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 """Sequence numbers to seeds: odd, so that no two of a run share one."""
 
@@ -90,7 +93,7 @@ class AnswerMaker:
         """
         found: list[Sample] = []
         held_out: list[Sample] = []
-        made = 0
+        made = barren = 0
         until = time.perf_counter() + most_seconds
         while made < count:
             tick(made / count)
@@ -99,9 +102,15 @@ class AnswerMaker:
                 break
             self._fill()
             going_on: list[tuple[int, _Work]] = []
+            if barren > _MOST_BARREN * self._decoder.slots:
+                raise ModelError(
+                    f"the target ended {barren} texts without an answer to learn from: its prompts do not end within "
+                    "--prompt-tokens, or its answers are empty"
+                )
             for slot in self._decoder.run():
                 work = self._work.pop(slot)
                 text = self._decoder.text(slot)
+                barren += not found
                 if work.start is None:
                     self._prompt_done(slot, work, text, going_on)
                     continue

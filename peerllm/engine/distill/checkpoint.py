@@ -8,6 +8,8 @@ and half the size is half the time.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from peerllm.protocol.identity import ModelIdentity
 
 FOLDER = "training"
 _STATE = "state.json"
+_LOCK = "lock"
 _FORMAT = 1
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -61,6 +64,38 @@ class RunState:
         if self.recipe.hours is not None:
             return min(1.0, self.seconds / (3600 * self.recipe.hours))
         return min(1.0, self.trained / (self.recipe.tokens * self.recipe.reuse))
+
+
+_LEFTOVERS = (".writable", ".half")
+"""How names end of what a killed run leaves."""
+_locks: dict[Path, int] = {}
+
+
+def lock(out: Path) -> None:
+    """Keeps the run in `out` for this process, for as long as it lives.
+
+    Raises:
+        ModelError: another process works on it, or the folder cannot be written.
+    """
+    folder = (out / FOLDER).absolute()
+    if folder in _locks:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ModelError(f"{out} cannot be written: {error.strerror or error}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise ModelError(f"another process distils into {out} now; name another folder with --out") from None
+    _locks[folder] = descriptor
+
+
+def is_fresh(out: Path) -> bool:
+    """Whether nothing is in `out` but what a run that was killed before its first checkpoint leaves."""
+    return not out.is_dir() or all(path.name == FOLDER or path.name.endswith(_LEFTOVERS) for path in out.iterdir())
 
 
 def has_checkpoint(out: Path) -> bool:
@@ -100,6 +135,9 @@ def load_state(out: Path) -> RunState:
     if found.get("format") != _FORMAT:
         raise ModelError(f"{path} is of another release")
     try:
+        # Weights that are not there are said now, and not after the first answers.
+        read_header(path.with_name(str(found["file"])))
+        _check_types(found)
         return RunState(
             recipe=Recipe.from_map(found["recipe"]),
             identity=from_map(ModelIdentity, found["identity"]),
@@ -107,7 +145,7 @@ def load_state(out: Path) -> RunState:
             unseen=[_sample(each) for each in found["unseen"]],
             **{name: found[name] for name in _PLAIN},
         )
-    except (KeyError, TypeError, ValueError, ProtocolError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ProtocolError) as error:
         raise ModelError(f"{path} is damaged: {error}") from error
 
 
@@ -145,6 +183,23 @@ _PLAIN = (
 )  # fmt: skip
 
 
+def _check_types(found: dict[str, Any]) -> None:
+    """Raises ValueError for a field that no run writes so."""
+    for name in ("made", "trained", "drawn", "steps", "next_number", "stretches"):
+        if type(found[name]) is not int or found[name] < 0:
+            raise ValueError(f"{name} is no count")
+    for name in ("seconds", "generating_seconds", "training_seconds"):
+        if not isinstance(found[name], int | float) or not found[name] >= 0:
+            raise ValueError(f"{name} is no time")
+    tokens = found["tokens"]
+    if not isinstance(tokens, list) or not tokens or not all(type(token) is int and token >= 0 for token in tokens):
+        raise ValueError("tokens are not the head's")
+    if sorted(set(tokens)) != tokens or len(tokens) > found["recipe"]["vocab_top"]:
+        raise ValueError("tokens are not the head's")
+    if not all(isinstance(report, dict) for report in found["reports"]):
+        raise ValueError("reports are none")
+
+
 def _to_map(state: RunState, file: str) -> dict[str, Any]:
     return {
         "format": _FORMAT,
@@ -163,4 +218,6 @@ def _plain(sample: Sample) -> list[Any]:
 
 def _sample(value: list[Any]) -> Sample:
     tokens, start, temperature, seed = value
+    if not 0 < start <= len(tokens):
+        raise ValueError("an answer begins outside its text")
     return Sample(numpy.array(tokens, dtype=numpy.int32), int(start), float(temperature), int(seed))

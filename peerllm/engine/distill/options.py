@@ -65,7 +65,9 @@ class Recipe:
         found: dict[str, Any] = {
             name: tuple(each) if isinstance(each, list) else each for name, each in value.items() if name in known
         }
-        return cls(**found)
+        recipe = cls(**found)
+        _check(recipe)
+        return recipe
 
     def warmup_steps(self) -> int:
         """Steps in which the learning rate rises: a hundred, or fewer where the whole run has few."""
@@ -166,6 +168,8 @@ def make_recipe(
 
 
 def _check(recipe: Recipe) -> None:
+    if recipe.layers != len(recipe.init_from) or recipe.vocab_top < 1:
+        raise BadRequest("a recipe's layers begin as one of the target's each, and its head has tokens")
     for name, words in (
         ("tokens", "--tokens"),
         ("prompt_tokens", "--prompt-tokens"),

@@ -8,6 +8,8 @@ from html import escape
 from typing import Any
 
 _WIDTH, _HEIGHT, _MARGIN, _GAP = 720, 220, 56, 44
+_LEGEND = 125
+"""For each of up to four names, beside the chart's own."""
 _COLOURS = ("#1f6feb", "#d29922", "#2da44e", "#cf222e")
 
 
@@ -31,8 +33,10 @@ def run_chart(title: str, reports: Sequence[dict[str, Any]]) -> str:
         f'font-size="12"><rect width="100%" height="100%" fill="white"/>',
         f'<text x="{_WIDTH / 2:g}" y="22" text-anchor="middle" font-size="15">{escape(title)}</text>',
     ]
+    # One scale for all three, so that what stands below each other happened together.
+    across = _span([report["made"] / 1e6 for report in reports]) if reports else (0.0, 1.0)
     for index, (name, lines) in enumerate(charts):
-        parts += _chart(name, [line for line in lines if line.points], 40 + index * (_HEIGHT + _GAP))
+        parts += _chart(name, [line for line in lines if line.points], 40 + index * (_HEIGHT + _GAP), across)
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -54,19 +58,19 @@ def _by_set(reports: Sequence[dict[str, Any]], key: str, inner: str | None) -> l
     return lines
 
 
-def _chart(name: str, lines: Sequence[Line], top: int) -> list[str]:
+def _chart(name: str, lines: Sequence[Line], top: int, across: tuple[float, float]) -> list[str]:
     left, right, bottom = _MARGIN, _WIDTH - 16, top + _HEIGHT - 28
     points = [point for line in lines for point in line.points]
     parts = [f'<text x="{left}" y="{top + 10}">{escape(name)}</text>']
     if not points:
         return [*parts, f'<text x="{left}" y="{top + 40}" fill="#666">nothing measured</text>']
-    low_x, high_x = _span([x for x, _ in points])
+    low_x, high_x = across
     low_y, high_y = _span([y for _, y in points])
 
     def place(x: float, y: float) -> str:
-        across = left + (x - low_x) / (high_x - low_x) * (right - left)
+        column = left + (x - low_x) / (high_x - low_x) * (right - left)
         down = bottom - (y - low_y) / (high_y - low_y) * (bottom - top - 24)
-        return f"{across:.1f},{down:.1f}"
+        return f"{column:.1f},{down:.1f}"
 
     for step in range(5):
         share = step / 4
@@ -84,7 +88,7 @@ def _chart(name: str, lines: Sequence[Line], top: int) -> list[str]:
         parts.append(f'<polyline points="{drawn}" fill="none" stroke="{colour}" stroke-width="2"/>')
         first = place(*line.points[-1]).split(",")
         parts.append(f'<circle cx="{first[0]}" cy="{first[1]}" r="3" fill="{colour}"/>')
-        x = right - 170 * (len(lines) - index)
+        x = right - _LEGEND * (len(lines) - index)
         parts.append(f'<text x="{x}" y="{top + 10}" fill="{colour}">{escape(line.name)}</text>')
     return parts
 
@@ -92,5 +96,5 @@ def _chart(name: str, lines: Sequence[Line], top: int) -> list[str]:
 def _span(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     if high - low < 1e-9:
-        return low - 0.5, high + 0.5
+        return 0.0, 2 * high if high > 0 else 1.0
     return low, high

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +57,17 @@ def is_held_out(prompt: Sequence[int], every: int) -> bool:
 def _digest(prompt: Sequence[int]) -> int:
     data = numpy.asarray(prompt, dtype="<i4").tobytes()
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
+
+
+def check_trainable(source: Turns | PromptFile, every: int, excluded: Collection[tuple[int, ...]]) -> None:
+    """Raises ModelError where every prompt of a file is one of those that only judge."""
+    if isinstance(source, PromptFile) and all(
+        is_held_out(prompt, every) or tuple(prompt) in excluded for prompt in source.prompts
+    ):
+        raise ModelError(
+            "every prompt of the file is held out to judge the draft by: one of --held-out-every, by its hash, and "
+            "those in this package; more prompts are needed"
+        )
 
 
 def find_turns(tokenizer: Tokenizer) -> Turns:

@@ -21,7 +21,7 @@ from peerllm.engine.distill.files import replace_text
 from peerllm.engine.distill.folder import export_hf, write_draft
 from peerllm.engine.distill.options import Recipe, Settings, make_recipe
 from peerllm.engine.distill.plot import run_chart
-from peerllm.engine.distill.prompts import PromptFile, Turns, unseen_prompts
+from peerllm.engine.distill.prompts import PromptFile, Turns, check_trainable, unseen_prompts
 from peerllm.engine.distill.student import count_tokens, expected_tokens, make_student, most_used
 from peerllm.engine.distill.target import check_disk, find_prompts, find_target, load_target
 from peerllm.engine.distill.training import StepFigures, Trainer, batches
@@ -38,6 +38,7 @@ _STATUS_SECONDS = 15.0
 _MOST_POOL_TOKENS = 64 << 20
 """Answers that are kept to be trained on again, in the host's memory: a quarter of a gibibyte."""
 _SMOOTH = 0.95
+_WAVE_SHARE = 0.1
 _WAVE_SECONDS = 120.0
 """A slow machine trains on what it has after so long: a stretch that ends loses the answers that were under way."""
 
@@ -95,9 +96,11 @@ class Distillation:
     def _state_of(self, wishes: dict[str, Any]) -> tuple[RunState, bool]:
         """The run to go on with, or a new one; and whether it is new."""
         out, said = self._settings.out, {name: value for name, value in wishes.items() if value is not None}
-        if not checkpoint.has_checkpoint(out):
-            if out.exists() and any(out.iterdir()):
-                raise BadRequest(f"{out} is not empty and holds no run; name another folder with --out")
+        is_new = not checkpoint.has_checkpoint(out)
+        if is_new and not checkpoint.is_fresh(out):
+            raise BadRequest(f"{out} is not empty and holds no run; name another folder with --out")
+        checkpoint.lock(out)
+        if is_new:
             known = {name: said.pop(name, None) for name in ("layers", "init_from", "vocab_top")}
             recipe = make_recipe(self.target.shape, **known, **said)
             return RunState(recipe=recipe, identity=self.target.identity, tokens=[]), True
@@ -162,6 +165,11 @@ class Distillation:
         """
         recipe, state = self.state.recipe, self.state
         self._say(self._intent())
+        if state.is_done:
+            self._say("The run is done; its draft is measured and written again.")
+            self._trainer = self._make_trainer()
+            self._finish()
+            return True
         try:
             wave = self._prepare()
             if self._is_new:
@@ -169,7 +177,7 @@ class Distillation:
             while not state.is_done:
                 self._train(wave)
                 if state.progress() >= 1.0 or (recipe.hours is None and state.made >= recipe.tokens):
-                    state.is_done = True
+                    state.is_done = state.steps > 0
                     break
                 wave = self._make_wave()
         except Stopped:
@@ -177,12 +185,21 @@ class Distillation:
         except KeyboardInterrupt:
             self._say("Interrupted.")
         if self._trainer is None:
-            self._say("Nothing was trained yet, so there is no draft.")
+            earlier = "so there is no draft" if self._is_new else "and the draft of the earlier ones stands"
+            self._say(f"Nothing was trained in this stretch, {earlier}.")
             return False
+        if state.progress() >= 1.0 and not state.steps:
+            raise BadRequest(
+                f"--hours {recipe.hours:g} were over before the first step: this machine needs longer for this target"
+            )
+        self._finish()
+        return state.is_done
+
+    def _finish(self) -> None:
+        """Raises ModelError where a file could not be written; the others are there."""
         self._report(is_last=True)
         if self._save_error is not None:
             raise self._save_error
-        return state.is_done
 
     def _intent(self) -> str:
         recipe = self.state.recipe
@@ -199,12 +216,10 @@ class Distillation:
         recipe, state = self.state.recipe, self.state
         if self._is_new:
             self._answer_unseen()
+        excluded = {tuple(sample.prompt()) for sample in state.unseen}
+        check_trainable(self._source, recipe.held_out_every, excluded)
         self._maker = AnswerMaker(
-            self._decoder,
-            self._source,
-            recipe,
-            first_number=state.next_number,
-            excluded={tuple(sample.prompt()) for sample in state.unseen},
+            self._decoder, self._source, recipe, first_number=state.next_number, excluded=excluded
         )
         wave = self._make_wave()
         if self._is_new:
@@ -212,13 +227,16 @@ class Distillation:
             state.tokens = most_used(usage, recipe.vocab_top, self.target.stops)
             kept = usage[numpy.array(state.tokens)].sum() / max(1.0, usage.sum())
             self._say(f"The head's {len(state.tokens)} tokens are {kept:.2%} of what the target said.")
-        student = make_student(self.part, recipe, state.tokens)
-        micro = _CPU_MICRO_TOKENS if self.part.device.type == "cpu" else _GPU_MICRO_TOKENS
-        trainer = Trainer(student, self.part, recipe, length=self._decoder.capacity, micro_tokens=micro)
-        if not self._is_new:
-            checkpoint.load_into(self._settings.out, state, trainer)
-        self._trainer = trainer
+        self._trainer = self._make_trainer()
         return wave
+
+    def _make_trainer(self) -> Trainer:
+        student = make_student(self.part, self.state.recipe, self.state.tokens)
+        micro = _CPU_MICRO_TOKENS if self.part.device.type == "cpu" else _GPU_MICRO_TOKENS
+        trainer = Trainer(student, self.part, self.state.recipe, length=self._decoder.capacity, micro_tokens=micro)
+        if not self._is_new:
+            checkpoint.load_into(self._settings.out, self.state, trainer)
+        return trainer
 
     def _answer_unseen(self) -> None:
         """The target's answers to the hundred prompts, greedy and sampled."""
@@ -239,7 +257,7 @@ class Distillation:
             wanted = max(1, min(wanted, recipe.tokens - state.made))
         seconds, drawn = maker.seconds, maker.drawn
         try:
-            wave, held_out = maker.make(wanted, self._generating, most_seconds=_WAVE_SECONDS)
+            wave, held_out = maker.make(wanted, self._generating, most_seconds=self._wave_seconds())
         finally:
             state.generating_seconds += maker.seconds - seconds
             state.drawn += maker.drawn - drawn
@@ -247,6 +265,15 @@ class Distillation:
         state.made += sum(sample.answer_tokens for sample in wave)
         self._keep_held_out(held_out)
         return wave
+
+    def _wave_seconds(self) -> float:
+        """A wave takes a small part of what there is of time, so that most of it is left to learn from it."""
+        most = _WAVE_SECONDS
+        if self.state.recipe.hours is not None:
+            most = min(most, _WAVE_SHARE * 3600 * self.state.recipe.hours)
+        if self._settings.stop_after_minutes is not None:
+            most = min(most, _WAVE_SHARE * 60 * self._settings.stop_after_minutes)
+        return most
 
     def _keep_held_out(self, samples: list[Sample]) -> None:
         for sample in samples:
@@ -268,6 +295,8 @@ class Distillation:
         again = chance.choices(self._pool, k=len(wave) * (recipe.reuse - 1)) if self._pool else []
         for step in batches([*wave, *again], recipe.step_tokens, chance.getrandbits(32)):
             self._tick()
+            if recipe.hours is not None and state.progress() >= 1.0:
+                break  # the rate has come down to nothing
             began = self._clock()
             figures = trainer.step(step, state.progress(), state.steps)
             state.training_seconds += self._clock() - began
@@ -331,22 +360,31 @@ class Distillation:
         for line in reporting.evaluation_lines(evaluations):
             self._say(line)
         figures: dict[str, Any] = dict(report)
+        self._save_error = None
+        # The checkpoint first: a draft without one could not go on, and measuring takes long.
+        self._write(lambda: checkpoint.save(settings.out, state, trainer))
+        self._write(lambda: write_draft(settings.out, trainer.student, self.target, state, figures))
+        if settings.plot is not None:
+            plot = settings.plot
+            self._write(lambda: replace_text(plot, run_chart(f"A draft for {self.target.name}", state.reports)))
+        if is_last and self._save_error is None:
+            figures |= self._measure(settings.out, draftings)
+            self._write(lambda: write_draft(settings.out, trainer.student, self.target, state, figures))
+        if is_last and settings.export_hf is not None:
+            exported = settings.export_hf
+            self._write(lambda: export_hf(settings.out, self.target.folder, exported))
+        self._last_report = self._last_status = self._clock()
+
+    def _write(self, work: Callable[[], None]) -> None:
+        """What cannot be written keeps nothing else from it: the run goes on with the older files.
+
+        The disk may have room again at the next report.
+        """
         try:
-            self._save_error = None
-            write_draft(settings.out, trainer.student, self.target, state, figures)
-            if is_last:
-                figures |= self._measure(settings.out, draftings)
-                write_draft(settings.out, trainer.student, self.target, state, figures)
-            checkpoint.save(settings.out, state, trainer)
-            if settings.plot is not None:
-                replace_text(settings.plot, run_chart(f"A draft for {self.target.name}", state.reports))
-            if is_last and settings.export_hf is not None:
-                export_hf(settings.out, self.target.folder, settings.export_hf)
+            work()
         except ModelError as error:
-            # The run goes on with the older checkpoint: the disk may have room again at the next one.
             self._save_error = error
             self._say(f"WARNING: {error.message}")
-        self._last_report = self._last_status = self._clock()
 
     def _measure(self, draft: Path, draftings: dict[str, Any]) -> dict[str, Any]:
         """Times and what they promise, said and given; nothing of it is worth losing a draft for."""

@@ -104,6 +104,8 @@ def load_target(
     name = settings.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("drafts are made on cuda or cpu")
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise BadRequest(f"--device {name!r} cannot be used: {str(error).splitlines()[0]}") from error

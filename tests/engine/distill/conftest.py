@@ -59,7 +59,7 @@ def distil(target: Path, tmp_path: Path):
 
     def make(*, wishes: dict[str, Any] | None = None, **options: Any) -> tuple[Distillation, list[str]]:
         lines: list[str] = []
-        stop = options.pop("is_stopping", lambda: False)
+        more = {name: options.pop(name) for name in ("is_stopping", "clock") if name in options}
         settings = Settings(
             **{
                 "target": str(target),
@@ -72,7 +72,7 @@ def distil(target: Path, tmp_path: Path):
             }
         )
         said = {**QUICK, **(wishes or {})}
-        run = Distillation(settings, said, say=lines.append, progress=lambda *_: None, is_stopping=stop)
+        run = Distillation(settings, said, say=lines.append, progress=lambda *_: None, **more)
         return run, lines
 
     return make

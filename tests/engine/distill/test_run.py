@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -17,10 +18,13 @@ import torch
 from peerllm.engine.distill import checkpoint
 from peerllm.engine.distill.folder import export_hf
 from peerllm.engine.distill.options import Settings
+from peerllm.engine.distill.prompts import encode, is_held_out
 from peerllm.engine.distill.run import Distillation
 from peerllm.engine.distill.student import trained_parameters
+from peerllm.engine.distill.training import Trainer
 from peerllm.engine.engine import Engine
 from peerllm.models.drafts import check_draft, read_draft
+from peerllm.models.tokenizer import Tokenizer
 from peerllm.protocol.errors import BadRequest, ModelError, ModelMismatch
 from peerllm.protocol.identity import LayerRange
 from tests.engine.distill.conftest import QUICK, make_target
@@ -289,3 +293,91 @@ def test_ctrl_c_ends_the_command_with_a_draft_and_resume_ends_it_well(target, tm
     assert process.returncode == 3, said
     assert "Stopping here." in said and "--resume goes on" in said
     check_draft(out)
+
+
+def test_hours_are_kept_and_nothing_is_trained_once_they_are_over(distil, tmp_path, monkeypatch):
+    seen = []
+    step = Trainer.step
+
+    def watched(self, samples, progress, number=0):
+        seen.append(progress)
+        return step(self, samples, progress, number)
+
+    monkeypatch.setattr(Trainer, "step", watched)
+    run, _ = distil(wishes={"tokens": None, "hours": 20 / 3600}, clock=lambda: float(len(seen)))
+    assert run.run()
+    assert checkpoint.load_state(tmp_path / "out").is_done
+    assert seen == [number / 20 for number in range(20)], "a second a step"
+
+
+def test_hours_that_are_over_before_the_first_step_are_an_error(distil):
+    ticks = itertools.count(step=100)
+    run, _ = distil(wishes={"tokens": None, "hours": 60 / 3600}, clock=lambda: float(next(ticks)))
+    with pytest.raises(BadRequest, match="before the first step"):
+        run.run()
+
+
+def test_what_was_trained_is_safe_before_it_is_measured(distil, tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("peerllm.engine.distill.gain.measure_times", interrupted)
+    run, _ = distil()
+    with pytest.raises(KeyboardInterrupt):
+        run.run()
+    state = checkpoint.load_state(tmp_path / "out")
+    assert state.steps > 0 and state.is_done
+
+
+def test_a_second_process_is_refused_the_folder(distil, tmp_path):
+    code = (
+        "import sys, pathlib; from peerllm.engine.distill import checkpoint; checkpoint.lock(pathlib.Path(sys.argv[1]))"
+    )
+    code += "; print('held', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "out")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(ModelError, match="another process"):
+            distil()
+        other.stdin.close()
+    distil()
+
+
+def test_what_a_killed_run_left_before_its_first_checkpoint_is_in_nobodys_way(distil, tmp_path):
+    (tmp_path / "out" / "training").mkdir(parents=True)
+    for name in (".model.safetensors.half", ".writable", "training/.step-0.safetensors.half"):
+        (tmp_path / "out" / name).touch()
+    distil()
+
+
+def test_prompts_that_are_all_held_out_are_an_error_before_the_run(distil, tmp_path, target):
+    tokenizer = Tokenizer.load(target)
+    words = next(each for each in ("moon", "tide", "a", "hi", "b", "c") if is_held_out(encode(tokenizer, each), 2))
+    (tmp_path / "prompts.txt").write_text(words)
+    run, _ = distil(wishes={"held_out_every": 2}, prompts=tmp_path / "prompts.txt")
+    with pytest.raises(ModelError, match="held out to judge"):
+        run.run()
+
+
+def test_a_run_that_is_done_is_only_measured_again(distil, tmp_path):
+    run, _ = distil(wishes={"tokens": 300})
+    assert run.run()
+    before = checkpoint.load_state(tmp_path / "out")
+    again, lines = distil(wishes={"tokens": 300}, resume=True)
+    assert again.run() and any("run is done" in line for line in lines)
+    after = checkpoint.load_state(tmp_path / "out")
+    assert (after.made, after.steps, after.trained) == (before.made, before.steps, before.trained)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("tokens", []), ("tokens", "x"), ("recipe", None), ("made", "x"), ("steps", None), ("reports", 7), ("seconds", -1),
+     ("held_out", [[[1, 2], -5, 0.0, 1]]), ("file", "step-99999.safetensors")],
+)  # fmt: skip
+def test_a_damaged_state_is_an_error_at_once(finished, distil, tmp_path, field, value):
+    shutil.copytree(finished[1], tmp_path / "out")
+    path = tmp_path / "out" / "training" / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    with pytest.raises(ModelError):
+        distil(wishes={"tokens": 300}, resume=True)
