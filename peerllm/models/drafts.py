@@ -11,7 +11,7 @@ The embedding is the target's own, and so is the head of a target with tied embe
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from peerllm.models.allowlist import check_folder
 from peerllm.models.cache import Progress, no_progress
 from peerllm.models.checkpoint import Checkpoint, read_json
 from peerllm.models.identity import config_hash, folder_identity
+from peerllm.models.layout import NORM, layer_tensors
 from peerllm.protocol.errors import DraftMismatch, ModelError, ModelNotFound, ProtocolError
 from peerllm.protocol.fields import from_map, to_map
 from peerllm.protocol.identity import ModelIdentity
@@ -125,13 +126,25 @@ def check_draft(folder: str | Path) -> None:
     if not is_draft(path):
         return
     draft = read_draft(path)
-    names = Checkpoint.open(path).names()
-    wanted = {f"model.layers.{layer}.input_layernorm.weight" for layer in range(shape.layers)} | {"model.norm.weight"}
+    again = "copy or make the draft again"
+    # Its configuration is the target's but for the layers, and its tensors are of those shapes.
+    if config_hash(replace(shape, layers=draft.target.layers)) != draft.target.config:
+        raise ModelError(f"{path}/config.json is not that of a draft for {draft.target_name}; {again}")
+    if draft.is_head_stored == shape.tied:
+        raise ModelError(f"{path}/{DRAFT_FILE} and config.json differ in whose the head is; {again}")
+    checkpoint = Checkpoint.open(path)
+    wanted: dict[str, tuple[int, ...]] = {NORM: (shape.hidden_size,)}
+    for layer in range(shape.layers):
+        wanted |= layer_tensors(shape, layer)
     if draft.is_head_stored:
-        wanted.add(HEAD_ROWS)
-    missing = sorted(wanted - names)
-    if missing:
-        raise ModelError(f"{path} lacks tensor {missing[0]!r}; copy or make the draft again")
+        wanted[HEAD_ROWS] = (len(draft.tokens), shape.hidden_size)
+    for name, size in sorted(wanted.items()):
+        if name not in checkpoint.names():
+            raise ModelError(f"{path} lacks tensor {name!r}; {again}")
+        if checkpoint.shape(name) != size:
+            raise ModelError(f"{path}: tensor {name!r} is {checkpoint.shape(name)} and not {size}; {again}")
+    if not checkpoint.names() <= wanted.keys():
+        raise ModelError(f"{path} has more layers than its config.json says; {again}")
 
 
 def shipped(name: str) -> Path | None:

@@ -114,6 +114,28 @@ def test_a_damaged_draft_file_is_refused_before_anything_is_loaded(tiny, tmp_pat
         drafts.check_draft(draft)
 
 
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("config.json", {"hidden_size": 32}),
+        ("config.json", {"intermediate_size": 64}),
+        ("config.json", {"rope_theta": 5.0, "rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}),
+        ("config.json", {"vocab_size": 10}),
+        ("config.json", {"num_hidden_layers": 1}),
+        ("config.json", {"num_hidden_layers": 9}),
+        ("draft.json", {"tokens": [1, 2]}),
+        ("draft.json", {"head": "target"}),
+        ("draft.json", {"init_from": 5}),
+    ],
+)
+def test_a_draft_whose_files_do_not_belong_together_is_refused_before_a_room_is_opened(tiny, tmp_path, file, change):
+    draft = whole_draft(tmp_path / "draft", tiny("llama").folder, list(range(100)))
+    path = draft / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises((ModelError, ModelUnsupported)):
+        drafts.check_draft(draft)
+
+
 def test_a_draft_that_lacks_a_tensor_or_its_folder_is_refused(tiny, tmp_path):
     from safetensors.torch import load_file, save_file
 
