@@ -75,7 +75,8 @@ def _peers(peers: list[dict[str, Any]]) -> Iterator[Line]:
         if isinstance(layers, list) and len(layers) == 2:
             layers = f"{layers[0]}:{layers[1]}"
         weights = "" if peer.get("weights") in (None, "unquantised") else f" as {peer['weights']}"
-        yield who, f"layers {layers}{weights}, {'drafts' if peer.get('drafting') else 'verifies'}"
+        drafts = f"drafts with {peer['draft']}" if peer.get("draft") else "drafts"
+        yield who, f"layers {layers}{weights}, {drafts if peer.get('drafting') else 'verifies'}"
 
 
 def _link(link: dict[str, Any]) -> Iterator[Line]:

@@ -366,6 +366,8 @@ class Node:
                 _peer(True, agreed.layers, agreed.is_drafting, agreed.weights),
                 _peer(False, agreed.their_layers, not agreed.is_drafting, agreed.their_weights),
             ]
+            if agreed.is_drafting:
+                status["peers"][0]["draft"] = (self._engine.loaded or {}).get("draft")
         return status
 
 

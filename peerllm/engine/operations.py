@@ -140,7 +140,10 @@ class Operations:
         )
         self._tokens = Tokens(folder)
         self._engine = engine
-        return {**asdict(engine.loaded), **self._tokens.facts()}, b""
+        kind, _, path = draft.partition(":")
+        # A draft's folder without the way to it: the status goes to whoever may open the socket.
+        drafted_by = (Path(path).name if path else kind) if engine.part.is_first else "none"
+        return {**asdict(engine.loaded), **self._tokens.facts(), "draft": drafted_by}, b""
 
     # --- Text ---------------------------------------------------------------------------------------------------------
 

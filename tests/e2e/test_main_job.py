@@ -128,3 +128,5 @@ def test_status_shows_peers_layers_link_and_the_round_ledger(room: RoomOfTwo) ->
     assert status["ledger"]["rounds"] > 0
     other = room.second.status()
     assert [peer["drafting"] for peer in other["peers"]] == [False, True]
+    assert status["peers"][0]["draft"] == "ngram", "nothing was said, and the package has no draft for this model"
+    assert "draft" not in other["peers"][0]
