@@ -18,6 +18,7 @@ from typing import Any
 from peerllm.cli.client import Client
 from peerllm.cli.demo_processes import Child, DemoFailed, Stage, stage
 from peerllm.cli.terminal import printable
+from peerllm.protocol import limits
 from peerllm.protocol.errors import BadRequest, PeerllmError
 
 _START_SECONDS = 120.0
@@ -40,7 +41,8 @@ def add_arguments(parser: argparse._ArgumentGroup) -> None:
         type=_rates,
         default=(0.90, 0.80, 0.68),
         metavar="A,B,…",
-        help="shares of tokens at which draft and target agree (default 0.90,0.80,0.68)",
+        help="shares of tokens at which draft and target agree (default 0.90,0.80,0.68); @FILE is a recorded trace, "
+        "a 1 or a 0 for each place",
     )
     parser.add_argument("--draft-length", type=int, default=8, metavar="K", help="candidates a block (default 8)")
     parser.add_argument(
@@ -57,11 +59,30 @@ def add_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each engine")
 
 
-def _rates(words: str) -> tuple[float, ...]:
-    values = tuple(float(each) for each in words.split(","))
-    if not all(0.0 <= each <= 1.0 for each in values) or len(values) > 8:
-        raise argparse.ArgumentTypeError("up to eight shares from 0 to 1")
-    return values
+def _rates(words: str) -> tuple[float | str, ...]:
+    """Rates, and traces as `engine.planting` takes them."""
+    found: list[float | str] = []
+    for each in words.split(","):
+        if each.startswith("@"):
+            found.append(_trace(Path(each[1:])))
+            continue
+        value = float(each)
+        if not 0.0 <= value <= 1.0:
+            raise argparse.ArgumentTypeError("shares are from 0 to 1")
+        found.append(value)
+    if len(found) > 8:
+        raise argparse.ArgumentTypeError("at most eight shares")
+    return tuple(found)
+
+
+def _trace(path: Path) -> str:
+    try:
+        places = "".join(path.read_text(encoding="ascii").split())
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{path}: {getattr(error, 'strerror', None) or 'no text'}") from None
+    if not re.fullmatch("[01]{1,4096}", places):
+        raise argparse.ArgumentTypeError(f"{path} is no trace: from 1 to 4096 times 0 or 1")
+    return f"t{places}"
 
 
 def _counts(words: str) -> tuple[int, ...]:
@@ -74,8 +95,7 @@ def _counts(words: str) -> tuple[int, ...]:
 def run(args: argparse.Namespace) -> int:
     """With `--json` the figures go to standard output and the table, as it comes, to standard error."""
     args.rtt = _RTT_MS if args.rtt is None else args.rtt
-    if len(_PROMPT) + max(args.tokens) >= args.context:
-        raise BadRequest(f"--context {args.context} does not hold an answer of {max(args.tokens)} tokens")
+    _check(args)
     stream = sys.stderr if args.json else sys.stdout
 
     def say(line: str) -> None:
@@ -94,6 +114,25 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(figures, indent=1))
     return 0 if all(answer["is_right"] for answer in figures["answers"]) else 1
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises BadRequest for what would end the bench after the planting."""
+    from peerllm.engine.shapes import NAMES
+
+    for option, shape in (("--shape", args.shape), ("--draft-shape", args.draft_shape)):
+        if shape not in NAMES:
+            raise BadRequest(f"{option} {shape!r} is not one of {', '.join(NAMES)}")
+    if not 0 <= args.draft_length <= limits.MAX_DRAFT_LENGTH:
+        raise BadRequest(f"--draft-length is from 0 to {limits.MAX_DRAFT_LENGTH}")
+    if args.threads is not None and args.threads < 1:
+        raise BadRequest("--threads is a number from 1 up")
+    needed = len(_PROMPT) + 1 + max(args.tokens)
+    if needed >= args.context:
+        raise BadRequest(
+            f"--context {args.context} does not hold the prompt and an answer of {max(args.tokens)} tokens: "
+            f"more than {needed} are needed"
+        )
 
 
 def _bench(here: Stage, args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
@@ -244,7 +283,7 @@ def _row(answer: dict[str, Any]) -> str:
 
     parts = "".join(cell(answer["medians_ms"][part], ".2f", 14) for part in PARTS)
     return (
-        cell(answer["agreement"], ".2f", 6)
+        f"{_agreement(answer['agreement']):>6}"
         + f"{answer['draft_length']:>4}{answer['tokens']:>8}"
         + cell(answer["tokens_per_second"], ".2f", 8)
         + cell(answer["tokens_per_round"], ".2f", 11)
@@ -254,6 +293,12 @@ def _row(answer: dict[str, Any]) -> str:
         + cell(answer["draft_and_own_share"], ".1%", 13)
         + ("" if answer["is_right"] else "  WRONG TEXT")
     )
+
+
+def _agreement(value: float | str | None) -> str:
+    if isinstance(value, str):
+        return f"{value[1:].count('1') / len(value[1:]):.2f}t"
+    return "–" if value is None else f"{value:.2f}"
 
 
 def _mean(values: list[float | None]) -> float:

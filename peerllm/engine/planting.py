@@ -4,14 +4,17 @@
 two folders that hold a configuration, a tokenizer and a recipe, and prints where the answers begin. The index names a
 weight file that is not there, so nothing but this module can load them. The vocabulary is cut into a region for each
 agreement, and the last letter of a prompt chooses where the answer begins: one draft, loaded once, agrees with the
-target at all these rates.
+target at all these rates. In place of a rate a recorded trace may stand, `t1101…`: whether a draft was right at each
+place of an answer after its first token, again and again.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -49,19 +52,22 @@ class Recipe:
     Args:
         vocabulary: tokens that the tokenizer knows; rows of the head beyond it are padding.
         starts: tokens to which the first of `LETTERS` lead.
-        agreements: of a draft, one for each region of the vocabulary; none for a target.
+        agreements: of a draft, one for each region of the vocabulary, a rate or a trace; none for a target.
     """
 
     seed: int
     vocabulary: int
     starts: tuple[int, ...] = ()
-    agreements: tuple[float, ...] = ()
+    agreements: tuple[float | str, ...] = ()
 
     def follows(self) -> list[int]:
         """What the model says after each token."""
         wrong: set[int] = set()
         for region, agreement in zip(regions(self.vocabulary, len(self.agreements)), self.agreements, strict=True):
-            wrong |= spread_disagreements(region, agreement, self.seed)
+            if isinstance(agreement, str):
+                wrong |= traced_in(region, agreement, self.vocabulary)
+            else:
+                wrong |= spread_disagreements(region, agreement, self.seed)
         follows = planted.follows(self.vocabulary, wrong)
         letters = planted.alphabet()
         for letter, start in zip(LETTERS, self.starts, strict=False):
@@ -75,6 +81,31 @@ def regions(vocabulary: int, count: int) -> list[range]:
         return []
     first, size = planted.RESERVED, (vocabulary - planted.RESERVED - planted.ALPHABET) // count
     return [range(first + index * size, first + (index + 1) * size) for index in range(count)]
+
+
+def starts_in(region: range) -> list[int]:
+    """Where the answers in `region` begin."""
+    return [region.start + index * len(region) // STARTS for index in range(STARTS)]
+
+
+def traced_in(region: range, trace: str, vocabulary: int) -> set[int]:
+    """Tokens of `region` after which a draft with that trace is wrong: it begins anew at each start."""
+    starts = starts_in(region)
+    found: set[int] = set()
+    for start, end in zip(starts, [*starts[1:], region.stop], strict=True):
+        places = itertools.islice(itertools.cycle(each == "1" for each in trace[1:]), end - start)
+        found |= planted.traced_disagreements(start, places, vocabulary)
+    return found
+
+
+def parse_agreement(words: str) -> float | str:
+    """A rate from 0 to 1, or a trace. Raises ValueError."""
+    if re.fullmatch("t[01]{1,4096}", words):
+        return words
+    value = float(words)
+    if not 0.0 <= value <= 1.0:
+        raise ValueError("a share is from 0 to 1")
+    return value
 
 
 def spread_disagreements(region: range, agreement: float, seed: int) -> set[int]:
@@ -110,7 +141,7 @@ def read_recipe(folder: Path | str) -> Recipe:
     value = read_json(Path(folder) / RECIPE)
     try:
         starts = tuple(int(each) for each in value["starts"])
-        agreements = tuple(float(each) for each in value["agreements"])
+        agreements = tuple(parse_agreement(str(each)) for each in value["agreements"])
         return Recipe(int(value["seed"]), int(value["vocabulary"]), starts, agreements)
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{folder}: {RECIPE} is not a recipe: {error!r}") from error
@@ -163,7 +194,7 @@ def plant(
 
 
 def write_pair(
-    folder: Path, shape: str, draft_shape: str, agreements: tuple[float, ...], dtype: str, seed: int = 0
+    folder: Path, shape: str, draft_shape: str, agreements: tuple[float | str, ...], dtype: str, seed: int = 0
 ) -> dict[str, Any]:
     """Target and draft in `folder`.
 
@@ -177,7 +208,7 @@ def write_pair(
     # Token ids have to mean the same in both, and a token that one lacks is in neither.
     vocabulary = min(target.vocab_size, draft.vocab_size)
     places = regions(vocabulary, len(agreements))
-    starts = tuple(place.start + index * len(place) // STARTS for place in places for index in range(STARTS))
+    starts = tuple(start for place in places for start in starts_in(place))
     paths = {"target": folder / TARGET, "draft": folder / DRAFT}
     write_recipe(paths["target"], target, Recipe(seed, vocabulary, starts), dtype)
     write_recipe(paths["draft"], draft, Recipe(seed + 1, vocabulary, starts, agreements), dtype)
@@ -197,7 +228,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="float16", choices=tuple(DTYPES))
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    agreements = tuple(float(each) for each in options.agree.split(","))
+    try:
+        agreements = tuple(parse_agreement(each) for each in options.agree.split(","))
+    except ValueError as error:
+        parser.error(f"--agree: {error}")
     if len(agreements) * STARTS > len(LETTERS):
         parser.error(f"--agree: at most {len(LETTERS) // STARTS} rates")
     written = write_pair(options.folder, options.shape, options.draft_shape, agreements, options.dtype, options.seed)

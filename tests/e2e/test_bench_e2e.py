@@ -30,12 +30,14 @@ def expected_rounds(follows: list[int], letter: int, right: list[int]) -> int:
 
 
 def test_two_daemons_make_the_planted_answer_in_the_rounds_that_the_chosen_agreement_takes(tmp_path) -> None:
+    trace = tmp_path / "trace.txt"
+    trace.write_text("11010\n01101\n")
     result = subprocess.run(
         [
             *(sys.executable, "-m", "peerllm", "bench", "e2e", "--json", "--threads", "1"),
             # The whole way through the daemons: layers over two devices, the draft beside them.
             *("--devices", "cpu,cpu", "--draft-device", "cpu"),
-            *("--shape", SHAPE, "--draft-shape", SHAPE, "--agree", ",".join(map(str, RATES)), "--rtt", str(RTT)),
+            *("--shape", SHAPE, "--draft-shape", SHAPE, "--agree", f"{RATES[0]},@{trace}", "--rtt", str(RTT)),
             *("--draft-length", str(LENGTH), "--tokens", str(TOKENS), "--context", "512", "--dtype", "float32"),
         ],
         capture_output=True,
@@ -45,7 +47,7 @@ def test_two_daemons_make_the_planted_answer_in_the_rounds_that_the_chosen_agree
     )
     assert result.returncode == 0, result.stderr
     figures = json.loads(result.stdout)
-    written = planting.write_pair(tmp_path, SHAPE, SHAPE, RATES, "float32")
+    written = planting.write_pair(tmp_path, SHAPE, SHAPE, (RATES[0], "t1101001101"), "float32")
     follows = planting.read_recipe(written["draft"]).follows()
     vocabulary = named_config(SHAPE).vocab_size
     *speculative, plain = figures["answers"]

@@ -17,6 +17,7 @@ from peerllm.engine.weights import load_weights
 from peerllm.models.tokenizer import Tokenizer
 from peerllm.protocol.errors import ModelError
 from peerllm.protocol.identity import LayerRange
+from peerllm.protocol.requests import Sampling
 from tests.engine.pairs import Pair
 
 SHAPE = "qwen2.5-tiny"
@@ -42,6 +43,25 @@ def test_the_last_letter_of_the_prompt_chooses_the_answer_and_how_often_the_draf
         run = engines.generate(tokenizer.encode_prompt(f"Begin at {letter}"), 150, 1)
         assert run.tokens == list(range(first, first + 150))
         assert run.accepted / run.drafted == pytest.approx(rate, abs=0.06)
+
+
+def test_a_recorded_trace_says_at_which_places_the_draft_is_right(tmp_path):
+    trace = "t1101101110010"
+    pair = planting.write_pair(tmp_path, SHAPE, SHAPE, (0.9, trace), "float32")
+    engines = Pair.load(pair["target"], context=256, draft=f"model:{pair['draft']}")
+    tokenizer = Tokenizer.load(pair["target"])
+    for letter, first in pair["starts"][1]:
+        prompt = [*tokenizer.encode_prompt(f"Begin at {letter}"), first]
+        engines.open(1, Sampling(), prompt)
+        known, tokens, agreed = 0, list(prompt), []
+        for _ in range(2 * len(trace)):
+            block = engines.first.draft_block(1, known, tokens[known:], 1)
+            agreed.append(engines.last.verify(1, block.start, block.candidates, block.payload).accepted)
+            known, tokens = len(tokens), [*tokens, tokens[-1] + 1]
+        assert "".join(map(str, agreed)) == (trace[1:] * 3)[: 2 * len(trace)]
+    for bad in ("t", "t12", "2.0", "x"):
+        with pytest.raises(ValueError):
+            planting.parse_agreement(bad)
 
 
 def test_every_50_tokens_of_a_region_hold_the_same_share_of_disagreements():
