@@ -92,7 +92,10 @@ def export_hf(draft: Path, target: Path, out: Path) -> None:
     for name in _TOKENIZER_FILES:
         if (target / name).is_file():
             _copy(target / name, out / name)
-    replace_text(out / "README.md", (draft / "README.md").read_text(encoding="utf-8"))
+    card = (draft / "README.md").read_text(encoding="utf-8")
+    heading, _, rest = card.partition("\n\n")
+    whole = "A whole Hugging Face model, with the target's embedding, head and tokenizer. The card of the draft's folder:"
+    replace_text(out / "README.md", f"{heading}\n\n{whole}\n\n{rest}")
 
 
 def _copy(source: Path, out: Path) -> None:

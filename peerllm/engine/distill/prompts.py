@@ -101,6 +101,8 @@ def read_prompts(path: Path, tokenizer: Tokenizer, *, most: int) -> PromptFile:
         ModelError: the file cannot be read, is no UTF-8, or has no usable prompt.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise ModelError(f"{path} is no file")
         if path.stat().st_size > _MOST_FILE_BYTES:
             raise ModelError(f"{path} has more than {_MOST_FILE_BYTES} bytes")
         data = path.read_bytes()

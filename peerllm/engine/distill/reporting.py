@@ -50,10 +50,10 @@ def gain_lines(name: str, gains: list[Gain]) -> list[str]:
     lines = [f"Expected on {name}, both peers like this machine:"]
     for gain in gains:
         stop = f", stopping below {gain.stop:g}" if gain.stop else ""
-        how = f"K = {gain.length}{stop}" if gain.length else "without drafting"
+        how = f"with K = {gain.length}{stop}" if gain.length else "without drafting"
         lines.append(
             f"  {gain.round_trip_ms:>4.0f} ms round trip: {gain.tokens_per_second:.1f} tokens/s, "
-            f"{gain.times_plain:.2f} times plain decoding ({gain.plain_tokens_per_second:.1f}), with {how}"
+            f"{gain.times_plain:.2f} times plain decoding ({gain.plain_tokens_per_second:.1f}), {how}"
         )
     return lines
 
