@@ -94,7 +94,7 @@ def export_hf(draft: Path, target: Path, out: Path) -> None:
             _copy(target / name, out / name)
     card = (draft / "README.md").read_text(encoding="utf-8")
     heading, _, rest = card.partition("\n\n")
-    whole = "A whole Hugging Face model, with the target's embedding, head and tokenizer. The card of the draft's folder:"
+    whole = "A whole model, with the target's embedding, head and tokenizer. The card of the draft that it is made of:"
     replace_text(out / "README.md", f"{heading}\n\n{whole}\n\n{rest}")
 
 
