@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,14 @@ from peerllm.cli.ending import ends_like_ctrl_c
 from tests.cli.conftest import environment
 
 _ENDS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def _heard() -> Iterator[None]:
+    """What runs under nohup begins with a SIGHUP that is ignored, and its children too; the commands leave that so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", _ENDS)
