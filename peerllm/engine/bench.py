@@ -264,20 +264,21 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def profile(path: Path, bench: Bench, shape: str) -> list[tuple[str, float, int]]:
-    """Writes a trace of draft steps for chrome://tracing and Perfetto; gives the ten largest: name, µs, calls."""
+def profile(path: Path, device: torch.device, work: Callable[[], Any]) -> list[str]:
+    """Writes a trace of `work()` for chrome://tracing and Perfetto; gives lines of the ten largest kernels."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
-    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if bench.device.type == "cuda" else [])
-    bench.paths = bench._exact_paths[-1:]
+    is_gpu = device.type == "cuda"
+    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if is_gpu else [])
     with torch_profile(activities=kinds) as found:
-        bench.draft(shape)
+        work()
     found.export_chrome_trace(str(path))
-    events = found.key_averages()
-    field = "self_device_time_total" if bench.device.type == "cuda" else "self_cpu_time_total"
-    ordered = sorted(events, key=lambda each: -getattr(each, field))[:10]
-    return [(each.key, getattr(each, field) / max(1, each.count), each.count) for each in ordered]
+    field = "self_device_time_total" if is_gpu else "self_cpu_time_total"
+    ordered = sorted(found.key_averages(), key=lambda each: -getattr(each, field))[:10]
+    return [
+        f"{getattr(each, field) / max(1, each.count):10.1f} us x {each.count:<6d} {each.key[:100]}" for each in ordered
+    ]
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -346,9 +347,10 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"compiling and capturing, {name}: {seconds:.2f} s")
     if options.profile is not None:
         with torch.inference_mode():
-            for name, us, calls in profile(options.profile, bench, options.draft_shape):
-                # Beside JSON, which has standard output to itself.
-                print(f"{us:10.1f} us x {calls:<6d} {name[:100]}", file=sys.stderr if options.json else sys.stdout)
+            bench.paths = bench._exact_paths[-1:]
+            for line in profile(options.profile, bench.device, partial(bench.draft, options.draft_shape)):
+                # JSON has standard output to itself.
+                print(line, file=sys.stderr if options.json else sys.stdout)
 
 
 if __name__ == "__main__":

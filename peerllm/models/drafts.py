@@ -56,6 +56,11 @@ class DraftFile:
         }
 
 
+def are_ascending_ids(tokens: list[Any]) -> bool:
+    """Whether these can be the tokens of a cut head."""
+    return all(type(token) is int and token >= 0 for token in tokens) and sorted(set(tokens)) == tokens
+
+
 def is_draft(folder: str | Path) -> bool:
     """Whether `folder` holds a draft of ours, which needs its target to run."""
     return (Path(folder) / DRAFT_FILE).is_file()
@@ -70,7 +75,7 @@ def read_draft(folder: str | Path) -> DraftFile:
     target, tokens = found.get("target"), found.get("tokens")
     if not isinstance(target, dict) or not isinstance(tokens, list) or not tokens:
         raise ModelError(f"{path} is damaged: it names no target, or no tokens")
-    if not all(type(token) is int and token >= 0 for token in tokens) or sorted(set(tokens)) != tokens:
+    if not are_ascending_ids(tokens):
         raise ModelError(f"{path} is damaged: its tokens are not ascending ids")
     try:
         identity = from_map(ModelIdentity, target.get("identity"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +20,7 @@ import numpy
 import torch
 
 from peerllm.engine.batch import MOST_SLOTS, BatchDecoder
-from peerllm.engine.bench import Timer
+from peerllm.engine.bench import Timer, profile
 from peerllm.engine.codec import DTYPES
 from peerllm.engine.distill.answers import Sample
 from peerllm.engine.distill.options import MOST_COST, Recipe, default_init
@@ -153,8 +154,9 @@ def main(arguments: list[str] | None = None) -> None:
     with torch.inference_mode():
         found["step_ms"] = parts(decoder, timer, _SHARED + _PROMPT + options.answer // 2)
     if options.profile is not None:
-        for name, us, calls in profile(options.profile, decoder):
-            print(f"{us:10.1f} us x {calls:<6d} {name[:100]}")
+        for line in profile(options.profile, device, decoder.run):
+            # JSON has standard output to itself.
+            print(line, file=sys.stderr if options.json else sys.stdout)
     del decoder
     found["training"] = train(part, timer, options, chance)
     if options.json:
@@ -165,21 +167,6 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{name}: " + ", ".join(f"{key} {number:,.3f}" for key, number in value.items()))
         else:
             print(f"{name}: {value:.2f}" if isinstance(value, float) else f"{name}: {value}")
-
-
-def profile(path: Path, decoder: BatchDecoder) -> list[tuple[str, float, int]]:
-    """A trace of one window for chrome://tracing and Perfetto; the ten largest kernels, µs each, and their calls."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as torch_profile
-
-    is_gpu = decoder.part.device.type == "cuda"
-    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if is_gpu else [])
-    with torch_profile(activities=kinds) as found:
-        decoder.run()
-    found.export_chrome_trace(str(path))
-    field = "self_device_time_total" if is_gpu else "self_cpu_time_total"
-    ordered = sorted(found.key_averages(), key=lambda each: -getattr(each, field))[:10]
-    return [(each.key, getattr(each, field) / max(1, each.count), each.count) for each in ordered]
 
 
 if __name__ == "__main__":

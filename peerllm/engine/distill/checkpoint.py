@@ -23,6 +23,7 @@ from peerllm.engine.distill.options import Recipe
 from peerllm.engine.distill.student import trained_parameters
 from peerllm.engine.distill.training import Trainer
 from peerllm.models.checkpoint import Checkpoint, Staging, read_header, read_json
+from peerllm.models.drafts import are_ascending_ids
 from peerllm.protocol.errors import ModelError, ProtocolError
 from peerllm.protocol.fields import from_map, to_map
 from peerllm.protocol.identity import ModelIdentity
@@ -192,9 +193,9 @@ def _check_types(found: dict[str, Any]) -> None:
         if not isinstance(found[name], int | float) or not found[name] >= 0:
             raise ValueError(f"{name} is no time")
     tokens = found["tokens"]
-    if not isinstance(tokens, list) or not tokens or not all(type(token) is int and token >= 0 for token in tokens):
+    if not isinstance(tokens, list) or not 0 < len(tokens) <= found["recipe"]["vocab_top"]:
         raise ValueError("tokens are not the head's")
-    if sorted(set(tokens)) != tokens or len(tokens) > found["recipe"]["vocab_top"]:
+    if not are_ascending_ids(tokens):
         raise ValueError("tokens are not the head's")
     if not all(isinstance(report, dict) for report in found["reports"]):
         raise ValueError("reports are none")
