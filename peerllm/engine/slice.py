@@ -103,7 +103,9 @@ class ModelSlice(nn.Module):
         if self.embed is not None and self.head is not None and self.shape.is_tied:
             self.head.weight = self.embed.weight
         self.head_tokens: torch.Tensor | None = None
-        """int64 `[rows of the head]`: their token ids, where the head is cut; None: row i is token i."""
+        """int64 `[rows of the head]`: their token ids, where some are chosen; None: row i is token i."""
+        self._bytes_besides = 0
+        """Held, and not among the parameters' sizes."""
         self._rotary = getattr(modeling, f"{family}RotaryEmbedding")(config=self.config)
         self._rotary_table: tuple[torch.Tensor, torch.Tensor] | None = None
         # 5.24 renamed the layers' `past_key_values` to `cache` and warns about the old name.
@@ -148,7 +150,17 @@ class ModelSlice(nn.Module):
 
     @property
     def byte_count(self) -> int:
-        return sum(each.numel() * each.element_size() for each in self.parameters())
+        return sum(each.numel() * each.element_size() for each in self.parameters()) + self._bytes_besides
+
+    def cut_head(self, rows: int) -> None:
+        """Leaves the head its first `rows` rows, a view: what it shares with the embedding stays whole, and nothing is
+        freed. Once, after the weights are there."""
+        if self.head is None:
+            raise RuntimeError("only the last slice has a head")
+        held = self.byte_count
+        self.head.weight = nn.Parameter(self.head.weight.data[:rows], requires_grad=False)
+        self.head.out_features = rows
+        self._bytes_besides += held - self.byte_count
 
     def prepare(self, positions: int) -> None:
         """Computes the rotary tables for so many positions; once, after the weights are there."""

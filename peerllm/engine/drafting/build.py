@@ -21,6 +21,9 @@ from peerllm.protocol.errors import BadRequest, DraftMismatch
 from peerllm.protocol.identity import LayerRange
 
 
+_COLUMNS = 16
+
+
 def build_drafter(
     spec: str,
     target: Path | str,
@@ -37,6 +40,7 @@ def build_drafter(
     """The drafter that `spec` names, for the target model in the folder `target`.
 
     Args:
+        vocabulary: rows of the target's head.
         path: one of `running.PATHS`.
         embedding: the target's, for a draft that was made for it.
 
@@ -56,10 +60,12 @@ def build_drafter(
     if is_draft(folder):
         part = load_distilled(folder, target, dtype, device, embedding=embedding, progress=progress)
     else:
-        check_same_tokenizer(target, folder)
+        ids = check_same_tokenizer(target, folder)
         config = read_config(folder)
         part = ModelSlice(config, LayerRange(0, config.num_hidden_layers))
         load_weights(part, folder, dtype, device, progress, "reading the draft model")
+        # Columns that no token of the target's can be are not computed. Loads of 16 bytes want an even count.
+        part.cut_head(min(-(-ids // _COLUMNS) * _COLUMNS, part.columns, vocabulary))
     # The last block may reach the context's end; a draft that ends earlier than the target would stop helping there.
     capacity = context + limits.MAX_CANDIDATES + 1
     part.prepare(capacity)
@@ -68,15 +74,16 @@ def build_drafter(
     return ModelDrafter(part, cache, vocabulary) if static is None else GraphDrafter(static, vocabulary)
 
 
-def check_same_tokenizer(target: Path | str, draft: Path | str) -> None:
-    """Token ids must mean the same text in both models. Sizes of the embeddings may differ by padding.
+def check_same_tokenizer(target: Path | str, draft: Path | str) -> int:
+    """The highest token id and one. Token ids must mean the same text in both models; sizes of the embeddings may
+    differ by padding.
 
     Raises:
         DraftMismatch: with the first difference.
     """
     ours, theirs = Tokenizer.load(target).token_map(), Tokenizer.load(draft).token_map()
     if ours == theirs:
-        return
+        return max(ours.values()) + 1
     different = sorted(ours.items() ^ theirs.items(), key=lambda item: (item[1], item[0]))[0]
     raise DraftMismatch(
         f"the draft model's tokenizer is not the target's: they differ at token {different[1]} "

@@ -48,10 +48,18 @@ TILINGS: dict[tuple[int, int, bool], Tiling] = {
 """(columns, depth, whether gated) to what was measured best on an H200; others get `default_tiling`."""
 
 
+_HEAD_COLUMNS = 1 << 15
+"""Products of more columns are heads, whose vocabularies differ by padding, or are cut."""
+
+
 def default_tiling(columns: int, depth: int, *, is_gated: bool) -> Tiling:
-    """Small matrices need many programs to have enough loads in flight, large ones need large tiles."""
+    """Small matrices need many programs to have enough loads in flight, large ones need large tiles. A head takes what
+    was measured for one of its depth and, within 5%, its columns."""
     if is_gated:
         return Tiling(32, 128, 2, 4)
+    near = [each for each in TILINGS if each[1:] == (depth, False) and abs(each[0] - columns) <= columns // 20]
+    if columns > _HEAD_COLUMNS and near:
+        return TILINGS[min(near, key=lambda each: abs(each[0] - columns))]
     if columns * depth > 1 << 25:
         return Tiling(32, 128, 2, 6)
     parts = 4 if depth >= 4 * columns else 1

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from peerllm.engine import bench_int8
-from peerllm.engine.fused.tilings import INT8_PARTS, TILINGS, TILINGS_INT8, Tiling, int8_tiling, parts_for
+from peerllm.engine.fused.tilings import (
+    INT8_PARTS,
+    TILINGS,
+    TILINGS_INT8,
+    Tiling,
+    default_tiling,
+    int8_tiling,
+    parts_for,
+)
 from peerllm.engine.shapes import NAMES, named_config
 from peerllm.engine.slice import SliceShape
 
@@ -23,6 +31,18 @@ def test_narrow_matrices_are_cut_in_depth_until_there_are_programs_enough():
     assert parts_for(3584, 18944, 128, 256) == INT8_PARTS
     assert parts_for(152064, 3584, 64, 256) == 1
     assert parts_for(896, 896, 64, 256) == 1  # a part shallower than 512 is not worth its sum
+
+
+def test_a_head_that_is_cut_or_padded_otherwise_is_tiled_as_the_measured_one_of_its_depth():
+    measured = TILINGS[151936, 896, False]
+    assert measured != default_tiling(16384, 896, is_gated=False)
+    for columns in (151665, 151680, 152064):
+        assert default_tiling(columns, 896, is_gated=False) == measured
+    assert default_tiling(151680, 3584, is_gated=False) == TILINGS[152064, 3584, False]
+    for columns, depth in ((128256, 896), (151680, 1024), (160000, 896)):
+        assert default_tiling(columns, depth, is_gated=False) != measured
+    # Near in columns is enough for heads alone.
+    assert default_tiling(1160, 896, is_gated=False) != TILINGS[1152, 896, False]
 
 
 def test_what_is_tried_holds_what_is_used_now_and_nothing_twice():
