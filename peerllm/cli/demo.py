@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from peerllm.cli.client import Client
+from peerllm.cli.daemon_options import WEIGHTS
 from peerllm.cli.demo_processes import Child, DemoFailed, Stage, stage
 from peerllm.cli.drafts import HELP, default_draft, draft_named, short_name
 from peerllm.cli.progress import Progress
@@ -42,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=_count, default=96, metavar="N", help="tokens in the answer at most")
     parser.add_argument("--draft", metavar="DRAFT", help=f"{HELP} (the default)")
     parser.add_argument("--model", default=MODEL, metavar="M", help="another model: a folder or a hub id")
+    parser.add_argument(
+        "--weights",
+        choices=WEIGHTS,
+        help="of both daemons' layers: auto (default) as they come, int8 in half of float16",
+    )
     parser.add_argument("--threads", type=_count, default=1, metavar="N", help="CPU threads of each engine (default 1)")
     parser.add_argument("--json", action="store_true", help="print the table's figures as JSON")
 
@@ -97,6 +103,7 @@ def _open_room(
     common = [
         *("--signaling", f"ws://127.0.0.1:{port}", "--loopback", "--rtt", str(args.rtt)),
         *("--threads", str(args.threads), "--draft", args.draft, "--device", "cpu"),
+        *(() if args.weights is None else ("--weights", args.weights)),
     ]
     first = _start_daemon(here, "first", common, "up", "--model", args.model)
     code = _wait(first, r"Room code: (\S+)", progress)[1]
@@ -152,6 +159,7 @@ def _measure(args: argparse.Namespace, first: Client, second: Client, say: Calla
         "identical": len(texts) == 1,
         "model": args.model,
         "draft": short_name(args.draft),
+        "weights": args.weights or "auto",
         "rtt_ms": args.rtt,
         "tokens": speculative[0].completion_tokens,
         "plain": _figures(plain),
@@ -230,7 +238,8 @@ def _print_table(figures: dict[str, Any]) -> None:
         cells = ("–" if value is None else form.format(value) for value in (left, right))
         print(f"  {label:<28}" + "".join(f"{cell:>14}" for cell in cells))
 
-    print(f"\n{figures['model']}, draft {figures['draft']}, added round trip {figures['rtt_ms']:g} ms, "
+    weights = "" if figures["weights"] == "auto" else f", {figures['weights']} weights"
+    print(f"\n{figures['model']}{weights}, draft {figures['draft']}, added round trip {figures['rtt_ms']:g} ms, "
           f"{figures['tokens']} tokens")  # fmt: skip
     print(f"  {'':<28}{'plain':>14}{'speculative':>14}")
     for label, key, form in _ROWS:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from peerllm.cli.client import Client
 from tests.e2e.rooms import wait_until
 
 DEMO = [sys.executable, "-m", "peerllm", "demo"]
@@ -75,6 +76,27 @@ def test_it_prints_the_figures_as_json_and_leaves_nothing_behind(tiny_model: Pat
     assert "\x1b" not in result.stdout + result.stderr
     assert trace.files() == set()
     wait_until(lambda: not trace.processes(), 3, trace.processes)
+
+
+def test_both_daemons_hold_their_layers_in_int8_where_that_is_asked_for(tiny_model: Path, trace: Trace) -> None:
+    command = [*DEMO, "--model", str(tiny_model), "--weights", "int8", "--max-tokens", "12", "--prompt", "the tide"]
+    demo = subprocess.Popen(command, stdout=subprocess.PIPE, env=trace.environment)
+    assert demo.stdout is not None
+    seen = b""
+    while b"Asking the first" not in seen:
+        data = os.read(demo.stdout.fileno(), 4096)
+        assert data, seen.decode()
+        seen += data
+    demo.send_signal(signal.SIGSTOP)
+    try:
+        (folder,) = trace.folder.glob("peerllm-demo-*")
+        held = [peer["weights"] for peer in Client(folder / "second.sock").get("/status")["peers"]]
+    finally:
+        demo.send_signal(signal.SIGCONT)
+    seen += demo.communicate(timeout=60)[0]
+    assert demo.returncode == 0
+    assert held == ["int8", "int8"]
+    assert ", int8 weights, draft " in seen.decode()
 
 
 @pytest.mark.parametrize("moment", ["starting", "answering"])
