@@ -19,7 +19,7 @@ from peerllm.cli.client import Client
 from peerllm.cli.demo_processes import Child, DemoFailed, Stage, stage
 from peerllm.cli.terminal import printable
 from peerllm.protocol import limits
-from peerllm.protocol.errors import BadRequest, PeerllmError
+from peerllm.protocol.errors import BadRequest, ModelMismatch, PeerllmError
 
 _START_SECONDS = 120.0
 _RTT_MS = 86.0
@@ -28,6 +28,8 @@ _READY_SECONDS = 300.0
 """Of both daemons: kernels are compiled and graphs captured for the first time."""
 _PROMPT = "What follows is known beforehand, and all of the work is done all the same. Begin at "
 _READY = r"Ready: (\S+), layers (\S+) of (\d+) here"
+EXIT_USAGE = 2
+"""As argparse's: what was asked for cannot be on this machine."""
 PARTS = ("draft", "own_layers", "encode", "network", "their_layers", "verdict", "total")
 
 
@@ -53,9 +55,16 @@ def add_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument("--weights", choices=("auto", "int8"), help="of both halves")
     parser.add_argument("--context", type=int, default=2048, metavar="N")
     parser.add_argument(
-        "--devices", "--device", dest="devices", metavar="A,B,…", help="of both daemons; default: the first GPU"
+        "--devices",
+        "--device",
+        dest="devices",
+        type=_devices,
+        metavar="A,B,…",
+        help="of both daemons; default: the first GPU",
     )
-    parser.add_argument("--draft-device", metavar="DEVICE", help="where the draft goes on while the layers compute")
+    parser.add_argument(
+        "--draft-device", type=_device, metavar="DEVICE", help="where the draft goes on while the layers compute"
+    )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each engine")
 
 
@@ -92,10 +101,25 @@ def _counts(words: str) -> tuple[int, ...]:
     return values
 
 
+def _device(word: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", word):
+        raise argparse.ArgumentTypeError(f"a device is cpu, or cuda:0 and so on; got {word[:32]!r}")
+    return word
+
+
+def _devices(words: str) -> str:
+    return ",".join(_device(each) for each in words.split(","))
+
+
 def run(args: argparse.Namespace) -> int:
     """With `--json` the figures go to standard output and the table, as it comes, to standard error."""
     args.rtt = _RTT_MS if args.rtt is None else args.rtt
     _check(args)
+    try:
+        _check_machine(args)
+    except ModelMismatch as error:
+        print(f"peerllm: {error.message}", file=sys.stderr)
+        return EXIT_USAGE
     stream = sys.stderr if args.json else sys.stdout
 
     def say(line: str) -> None:
@@ -133,6 +157,18 @@ def _check(args: argparse.Namespace) -> None:
             f"--context {args.context} does not hold the prompt and an answer of {max(args.tokens)} tokens: "
             f"more than {needed} are needed"
         )
+
+
+def _check_machine(args: argparse.Namespace) -> None:
+    """Raises ModelMismatch for a device or a dtype that both daemons would refuse."""
+    from peerllm.daemon.agreement import chosen_devices, offered_dtypes
+    from peerllm.engine.machine import machine
+
+    found = machine()
+    if args.draft_device is not None:
+        chosen_devices(found, (args.draft_device,))
+    chosen = chosen_devices(found, tuple(args.devices.split(",")) if args.devices else ())
+    offered_dtypes(found, args.dtype, chosen)
 
 
 def _bench(here: Stage, args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from peerllm.cli import bench_e2e
 from peerllm.cli import main as cli
 
 
@@ -33,3 +34,33 @@ def test_which_bench_has_to_be_said(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["bench"])
     assert "{link,e2e}" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--dtype", "float16", "--devices", "cpu"],
+            "this machine cannot compute in float16; it can in float32, bfloat16",
+        ),
+        (["--devices", "cpu,cuda:99"], "this machine has no device cuda:99; it has "),
+        (["--draft-device", "cuda:99"], "this machine has no device cuda:99; it has "),
+    ],
+)
+def test_what_this_machine_cannot_do_is_one_line_before_anything_is_planted(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_e2e, "stage", None)
+    assert cli.main(["bench", "e2e", *words]) == bench_e2e.EXIT_USAGE == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"peerllm: {said}")
+
+
+@pytest.mark.parametrize("option", ["--devices", "--draft-device"])
+@pytest.mark.parametrize("words", ["", "cpu,", "gpu", "cuda:", "cuda:0 "])
+def test_a_device_has_a_name(option: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", "e2e", f"{option}={words}"])
+    assert ended.value.code == 2
+    assert f"argument {option}" in (last := capsys.readouterr().err.splitlines()[-1])
+    assert "a device is cpu, or cuda:0 and so on; got '" in last
