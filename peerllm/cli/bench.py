@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from peerllm.cli import bench_e2e
 from peerllm.cli.daemon_options import Terminal, add_signaling_arguments, is_insecure
 from peerllm.cli.ending import ends_like_ctrl_c
+from peerllm.cli.folders import private_folder
 from peerllm.cli.parsing import actions
 from peerllm.protocol.errors import BadRequest
 
@@ -74,11 +73,11 @@ def _bench_link(args: argparse.Namespace) -> int:
         raise BadRequest("--samples is a number from 1 up")
     configure_logging(args.log_level)
     # Keys of its own: a daemon may be running with this user's.
-    with ends_like_ctrl_c(), tempfile.TemporaryDirectory(prefix="peerllm-bench-") as folder:
+    with ends_like_ctrl_c(), private_folder("bench") as folder:
         config = DaemonConfig(
             signaling=args.signaling,
-            state_dir=Path(folder),
-            socket=Path(folder) / "unused",
+            state_dir=folder,
+            socket=folder / "unused",
             room_code=args.code,
             is_insecure=is_insecure(args),
             is_loopback=args.loopback,

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from peerllm.cli.folders import private_folder
 from peerllm.protocol.errors import PeerllmError
 
 _PR_SET_PDEATHSIG = 1
@@ -142,16 +143,17 @@ def stage() -> Iterator[Stage]:
 
     previous = signal.signal(signal.SIGTERM, interrupt)
     # A Unix socket's path has room for about a hundred characters.
-    base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _LONGEST_BASE else "/tmp"
-    folder = tempfile.TemporaryDirectory(prefix="peerllm-demo-", dir=base)
-    here = Stage(Path(folder.name))
+    base = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) <= _LONGEST_BASE else "/tmp")
     try:
-        yield here
+        with private_folder("demo", base) as folder:
+            here = Stage(folder)
+            try:
+                yield here
+            finally:
+                # A second Ctrl-C must not leave half of it behind.
+                with contextlib.suppress(ValueError):
+                    signal.signal(signal.SIGINT, signal.SIG_IGN)
+                here.stop()
     finally:
-        # A second Ctrl-C must not leave half of it behind.
-        with contextlib.suppress(ValueError):
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        here.stop()
-        folder.cleanup()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, previous)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from peerllm.cli.client import Client, socket_path
 from peerllm.cli.daemon_options import Terminal, add_signaling_arguments, is_insecure
 from peerllm.cli.ending import ends_like_ctrl_c
+from peerllm.cli.folders import private_folder
 from peerllm.cli.terminal import one_line, size
 from peerllm.protocol.errors import BadRequest, PeerllmError
 
@@ -54,11 +54,11 @@ def run(args: argparse.Namespace) -> int:
         RoomCode.parse(args.code)
     configure_logging(args.log_level)
     daemon = _Daemon(socket_path(args.socket))
-    with ends_like_ctrl_c(), tempfile.TemporaryDirectory(prefix="peerllm-doctor-") as folder:
+    with ends_like_ctrl_c(), private_folder("doctor") as folder:
         config = DaemonConfig(
             signaling=args.signaling or "",
-            state_dir=Path(folder),  # keys of its own: a daemon may be running with this user's
-            socket=Path(folder) / "unused",
+            state_dir=folder,  # keys of its own: a daemon may be running with this user's
+            socket=folder / "unused",
             room_code=args.code,
             is_insecure=is_insecure(args),
             is_loopback=args.loopback,
