@@ -142,7 +142,7 @@ class Bench:
             part.prepare(self.context + limits.MAX_CANDIDATES + 1)
             cache = part.make_cache(slots=1, capacity=self.context + limits.MAX_CANDIDATES + 1)
             start = time.perf_counter()
-            static = make_static(part, cache, path, max_rows=limits.PREFILL_CHUNK_ROWS)
+            static = make_static(part, cache, path, max_rows=limits.PREFILL_CHUNK_ROWS, is_draft=True)
             drafter: Any
             if static is None:
                 drafter = ModelDrafter(part, cache, config.vocab_size)

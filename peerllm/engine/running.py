@@ -14,8 +14,13 @@ PATHS = ("auto", "eager", "graph", "fused")
 """eager: the modules. graph: CUDA graphs of the modules. fused: graphs of Triton kernels. auto: the last that works."""
 
 
-def make_static(part: ModelSlice, cache: KvCache, path: str, *, max_rows: int) -> StaticSlice | None:
+def make_static(
+    part: ModelSlice, cache: KvCache, path: str, *, max_rows: int, is_draft: bool = False
+) -> StaticSlice | None:
     """What to capture; None is for eager.
+
+    Args:
+        is_draft: of a draft a row need not be what it is in a block, to the last bit.
 
     Raises:
         BadRequest: `path` is not one of `PATHS`.
@@ -32,7 +37,13 @@ def make_static(part: ModelSlice, cache: KvCache, path: str, *, max_rows: int) -
         return ModuleSlice(part, cache, max_rows=max_rows)
     from peerllm.engine.fused.layers import FusedSlice
 
-    return FusedSlice(part, cache, max_rows=max_rows, is_dependent=fused.has_dependent_launch(part.device))
+    return FusedSlice(
+        part,
+        cache,
+        max_rows=max_rows,
+        is_dependent=fused.has_dependent_launch(part.device),
+        programs=fused.multiprocessors(part.device) if is_draft else 0,
+    )
 
 
 def make_runner(part: AnySlice, cache: AnyCache, path: str = "auto") -> Runner:

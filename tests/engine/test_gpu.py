@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 
 import pytest
 import torch
 
+from peerllm.engine.choosing import Chooser, SamplingState
 from peerllm.engine.drafting.graph import GraphDrafter
 from peerllm.engine.engine import Engine
 from peerllm.engine.module_slice import ModuleSlice
-from peerllm.engine.runner import EagerRunner, GraphRunner
+from peerllm.engine.runner import EagerRunner, GraphPool, GraphRunner
 from peerllm.engine.running import make_static
+from peerllm.engine.sampling import choose, has_cut
 from peerllm.engine.shapes import named_config, random_slice
 from peerllm.protocol.identity import LayerRange
 from peerllm.protocol.requests import Sampling
 from tests import tiny_models
+from tests.engine import cuts
 from tests.engine.distances import Comparison, Distance, random_rewinds, rounded
 from tests.engine.pairs import GREEDY, Pair
 
@@ -101,6 +105,42 @@ def test_after_1000_random_rewinds_half_precision_is_as_near_to_float32_as_the_m
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", "float16"), ("mistral", "bfloat16"), ("qwen2", "float16"), ("qwen3", "float16")]
+)
+def test_after_1000_random_rewinds_a_drafts_step_is_as_near_to_float32_as_the_modules(folders, family, dtype):
+    folder, _ = folders(family)
+    layers, kind = LayerRange(0, 4), getattr(torch, dtype)
+    engines = [_RowByRow(_engine(folder, layers, "eager", dtype=dtype)), _engine(folder, layers, "eager", dtype=dtype)]
+    engines.append(rounded(_engine(folder, layers, "eager", dtype="float32"), kind))
+    comparison = Comparison(kind)
+    for path, eager, reference in random_rewinds(engines, REWINDS, seed=5):
+        comparison.add(path, eager, reference)
+    print(f"a draft's step {family} {dtype} {comparison.words()}")
+    assert comparison.faults() == []
+
+
+class _RowByRow:
+    """What `random_rewinds` wants of an engine, by the one kernel that a draft's step is."""
+
+    def __init__(self, engine):
+        self.part, self._cache, self._runner = engine.part, engine._cache, self
+        self._static = make_static(engine.part, engine._cache, "fused", max_rows=1, is_draft=True)
+        assert self._static._one_kernel is not None, "this model is small, and this test is for a large GPU"
+        self._step = GraphPool(engine.part.device).capture(lambda: self._static.forward(1))
+
+    def forward(self, slot, tokens):
+        self._static.slots.fill_(slot)
+        rows = []
+        for index, token in enumerate(tokens):
+            self._cache.positions[slot] = self._cache.lengths[slot] + index
+            self._static.tokens[0] = token
+            self._step.replay()
+            rows.append(self._static.hidden[0].clone())
+        return torch.stack(rows)
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("path", ["fused"])
 def test_a_row_is_the_same_bit_for_bit_alone_and_in_any_narrow_block(folders, path):
     for family, weights in (("llama", "unquantised"), ("qwen3", "unquantised"), ("qwen2", "int8")):
@@ -158,6 +198,105 @@ def test_identical_models_agree_always_and_the_first_token_after_a_rollback_is_r
         run = pair.generate(prompt, 100, length)
         assert run.tokens == expected
         assert run.accepted >= 0.97 * run.drafted, length
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_identical_models_agree_always_with_top_p_too(folders, path):
+    folder, _ = folders("llama")
+    pair = Pair.load(folder, draft=f"model:{folder}", devices=("cuda:0",), dtype="float32", context=256, path=path)
+    assert isinstance(pair.first.drafter, GraphDrafter)
+    how = Sampling(temperature=1.0, top_p=0.9, seed=6)
+    for length in (1, 4, 8):
+        run = pair.generate([5, 6, 7, 8, 9], 100, length, how)
+        assert run.accepted == run.drafted > 0, length
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["normal", "ties", "peaks"])
+def test_fused_cuts_of_a_whole_vocabulary_are_the_references(kind):
+    vocabulary = 152_064
+    samplings = cuts.samplings(vocabulary)
+    rows = len(samplings)
+    logits = cuts.logits_of(kind, rows, vocabulary, seed=3).cuda()
+    state = SamplingState.make(torch.arange(rows, device="cuda") * 7)
+    for slot, each in enumerate(samplings):
+        state.put(slot, each)
+    slots = torch.arange(rows, dtype=torch.int32, device="cuda")
+    chooser = _fused_chooser(rows, vocabulary)
+    choices, flags = (each.tolist() for each in chooser.choose(logits, slots, state))
+    again = chooser.choose(logits, slots, state)[0].tolist()
+    in_torch = Chooser(vocabulary=vocabulary, is_cutting=True).choose(logits, slots, state)[0].tolist()
+    assert not any(flags) and choices == again
+    near = 0
+    for row, how in enumerate(samplings):
+        expected = int(choose(logits[row : row + 1], how, torch.tensor([7 * row + 1], device="cuda")))
+        if cuts.is_near(logits[row].cpu(), how, 7 * row + 1):
+            near += 1
+            print(f"{kind}: the last bits decide for {how}; {choices[row]}, {in_torch[row]} and {expected}")
+        else:
+            assert choices[row] == in_torch[row] == expected, how
+    assert near <= 6
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["normal", "peaks"])
+def test_the_time_of_a_choice_with_and_without_cuts(kind):
+    vocabulary, most = 152_064, 9
+    logits = cuts.logits_of(kind, most, vocabulary, seed=4).half().cuda()
+    state = SamplingState.make(torch.zeros(1, dtype=torch.int64, device="cuda"))
+    slots, count = (torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(2))
+    candidates, verdict = (torch.zeros(most, dtype=torch.int32, device="cuda") for _ in range(2))
+    took = {}
+    for is_cutting in (False, True):
+        chooser = _fused_chooser(most, vocabulary, is_cutting=is_cutting)
+        for rows in (1, most):
+            graph = GraphPool(logits.device).capture(
+                partial(chooser.judge, logits, rows, slots, state, candidates, count, verdict[:3])
+            )
+            for name, how in {
+                "greedy": GREEDY,
+                "plain": Sampling(temperature=0.8, seed=1),
+                "top-p 0.9": Sampling(temperature=0.8, top_p=0.9, seed=1),
+                "top-k 50": Sampling(temperature=0.8, top_k=50, seed=1),
+                "top-k 50, top-p 0.9": Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=1),
+                "top-p 0.999": Sampling(temperature=0.8, top_p=0.999, seed=1),
+            }.items():
+                if has_cut(how) and not is_cutting:
+                    continue
+                state.put(0, how)
+                took[is_cutting, rows, name] = _microseconds(graph)
+    for (is_cutting, rows, name), each in took.items():
+        print(f"{kind}: a chooser {'with' if is_cutting else 'without'} cuts, {rows} rows, {name}: {each:.1f} µs")
+    plain = took[True, most, "plain"]
+    assert took[True, most, "top-p 0.9"] - plain <= 150
+    assert plain - took[False, most, "plain"] <= 20
+
+
+def _fused_chooser(max_rows, vocabulary, *, is_cutting=True):
+    from peerllm.engine.fused import has_dependent_launch
+    from peerllm.engine.fused.choosing import FusedChooser
+
+    device = torch.device("cuda")
+    return FusedChooser(
+        max_rows=max_rows,
+        columns=vocabulary,
+        vocabulary=vocabulary,
+        device=device,
+        is_dependent=has_dependent_launch(device),
+        is_cutting=is_cutting,
+    )
+
+
+def _microseconds(graph, times=200):
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(20):
+        graph.replay()
+    start.record()
+    for _ in range(times):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1000 / times
 
 
 @pytest.mark.parametrize("path", PATHS)

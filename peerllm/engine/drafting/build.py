@@ -70,7 +70,7 @@ def build_drafter(
     capacity = context + limits.MAX_CANDIDATES + 1
     part.prepare(capacity)
     cache = part.make_cache(slots=slots, capacity=capacity)
-    static = make_static(part, cache, path, max_rows=limits.PREFILL_CHUNK_ROWS)
+    static = make_static(part, cache, path, max_rows=limits.PREFILL_CHUNK_ROWS, is_draft=True)
     return ModelDrafter(part, cache, vocabulary) if static is None else GraphDrafter(static, vocabulary)
 
 

@@ -4,7 +4,10 @@
     tilings     how products are cut up
     matmul      products with the norm before them and the residual, bias or SwiGLU after them
     attention   rotary embedding, cache write and split-KV attention over grouped heads, in one kernel
+    noise       the random bits of each token, and what they add to its score
     choice      noise, argmax, the verdict, the draft's next step
+    cut         the choice among what top-k and top-p leave
+    step        a draft's whole step but head and choice as one kernel, on a large GPU
     rows        embedding, norm and SwiGLU for blocks that are too wide for `matmul`
     layers      a slice's layers by these kernels, on static buffers
 
@@ -48,6 +51,14 @@ def shared_memory(device: torch.device | str) -> int:
         return _HOPPER_SHARED_BYTES
     known = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
     return int(known) or (_HOPPER_SHARED_BYTES if has_dependent_launch(device) else _LEAST_SHARED_BYTES)
+
+
+def multiprocessors(device: torch.device | str) -> int:
+    """How many programs run at once where each needs a multiprocessor for itself; 0 where nothing is gained by it."""
+    device = torch.device(device)
+    if not has_dependent_launch(device):
+        return 0
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def supports(part: ModelSlice) -> bool:

@@ -20,12 +20,12 @@ from peerllm.engine.fused.dependent import dependents_may_start, wait_for_inputs
 
 
 @triton.jit
-def _rotate(first, second, cos, sin, dtype: tl.constexpr):
+def rotate(first, second, cos, sin, dtype: tl.constexpr):
     return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
 
 
 @triton.jit
-def _head_norm(first, second, weight, offs_h, eps, HALF: tl.constexpr, dtype: tl.constexpr):
+def head_norm(first, second, weight, offs_h, eps, HALF: tl.constexpr, dtype: tl.constexpr):
     squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
     scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
     low = (first * scale).to(dtype) * tl.load(weight + offs_h)[None, :]
@@ -93,9 +93,9 @@ def block_attention(
         q1 = tl.load(query[:, None] + offs_h[None, :], mask=is_query[:, None], other=0.0).to(tl.float32)
         q2 = tl.load(query[:, None] + HALF + offs_h[None, :], mask=is_query[:, None], other=0.0).to(tl.float32)
         if HAS_QK_NORM:
-            q1, q2 = _head_norm(q1, q2, q_norm, offs_h, eps, HALF, dtype)
+            q1, q2 = head_norm(q1, q2, q_norm, offs_h, eps, HALF, dtype)
         turn = turn_at[:, None] * DIM + offs_h[None, :]
-        q1, q2 = _rotate(
+        q1, q2 = rotate(
             q1,
             q2,
             tl.load(cos + turn, mask=is_query[:, None], other=0.0).to(tl.float32),
@@ -115,9 +115,9 @@ def block_attention(
             n1 = tl.load(fresh[:, None] + offs_h[None, :], mask=is_new, other=0.0).to(tl.float32)
             n2 = tl.load(fresh[:, None] + HALF + offs_h[None, :], mask=is_new, other=0.0).to(tl.float32)
             if HAS_QK_NORM:
-                n1, n2 = _head_norm(n1, n2, k_norm, offs_h, eps, HALF, dtype)
+                n1, n2 = head_norm(n1, n2, k_norm, offs_h, eps, HALF, dtype)
             turn_k = offs_j[:, None] * DIM + offs_h[None, :]
-            n1, n2 = _rotate(
+            n1, n2 = rotate(
                 n1,
                 n2,
                 tl.load(cos + turn_k, mask=is_new, other=0.0).to(tl.float32),
@@ -216,10 +216,10 @@ def rotate_and_write(
     if head < HEADS + KV_HEADS:
         if HAS_QK_NORM:
             if head < HEADS:
-                first, second = _head_norm(first, second, q_norm, offs_h, eps, HALF, dtype)
+                first, second = head_norm(first, second, q_norm, offs_h, eps, HALF, dtype)
             else:
-                first, second = _head_norm(first, second, k_norm, offs_h, eps, HALF, dtype)
-        low, high = _rotate(
+                first, second = head_norm(first, second, k_norm, offs_h, eps, HALF, dtype)
+        low, high = rotate(
             first,
             second,
             tl.load(cos + turn + offs_h)[None, :].to(tl.float32),

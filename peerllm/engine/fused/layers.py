@@ -15,6 +15,7 @@ from torch import nn
 
 from peerllm.engine.cache import KvCache
 from peerllm.engine.fused import attention, int8_matmul, matmul, rows, shared_memory
+from peerllm.engine.fused.stepping import OneKernelStep, supports_one_kernel
 from peerllm.engine.fused.tilings import INT8_PARTS, TILINGS, default_tiling, int8_tiling
 from peerllm.engine.int8 import is_quantised
 from peerllm.engine.slice import ModelSlice
@@ -54,7 +55,7 @@ class _Weight:
 
 
 @dataclass(slots=True)
-class _Joined:
+class Joined:
     """One layer's weights as the kernels take them."""
 
     qkv: _Weight
@@ -67,10 +68,10 @@ class _Joined:
     k_norm: torch.Tensor | None
 
 
-def _join(layer: Any) -> _Joined:
+def _join(layer: Any) -> Joined:
     attention_module, mlp = layer.self_attn, layer.mlp
     has_qk_norm = hasattr(attention_module, "q_norm")
-    return _Joined(
+    return Joined(
         qkv=_joined([attention_module.q_proj, attention_module.k_proj, attention_module.v_proj]),
         output=_joined([attention_module.o_proj]),
         gate_up=_joined([mlp.gate_proj, mlp.up_proj]),
@@ -109,6 +110,8 @@ class FusedSlice:
         max_batch: sequences in one forward.
         max_rows: rows of all sequences of one forward together.
         is_dependent: programmatic dependent launch, on sm_90 and later.
+        programs: for a draft, the device's multiprocessors: one row then goes through one kernel where the model is
+            small enough; 0: never. A row's last bits differ from those that it has in a block.
     """
 
     is_bound_to_slot = False
@@ -121,6 +124,7 @@ class FusedSlice:
         max_rows: int,
         max_batch: int = 1,
         is_dependent: bool = False,
+        programs: int = 0,
     ) -> None:
         self.part = part
         self.cache = cache
@@ -132,7 +136,10 @@ class FusedSlice:
         dtype, device = part.dtype, part.device
         self._is_fp32 = dtype == torch.float32
         self._qkv_width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-        self._sums_stride = _power_of_two(max(16, -(-shape.width // 8)))
+        self._sums_stride = _power_of_two(max(16, programs, -(-shape.width // 8)))
+        self._one_kernel: OneKernelStep | None = None
+        if programs and supports_one_kernel(part, self._layers, programs):
+            self._one_kernel = OneKernelStep(part, cache, self._layers, programs)
 
         def buffer(*size: int, of: torch.dtype = dtype) -> torch.Tensor:
             return torch.zeros(size, dtype=of, device=device)
@@ -184,6 +191,10 @@ class FusedSlice:
         """Hidden states `[batch * rows_each, width]` (a static buffer) of what stands in `tokens` or `source`, at the
         positions of `slots`. Positions are not advanced."""
         count = rows_each * batch
+        if count == 1 and self._one_kernel is not None:
+            self._one_kernel.run(self.tokens, self.slots, self.hidden, self._qkv, self._sums[0])
+            self._sum_count = self._one_kernel.programs
+            return self.hidden[:1]
         is_narrow = count <= self._narrow
         self._take_in(count)
         for index, layer in enumerate(self._layers):
@@ -223,7 +234,7 @@ class FusedSlice:
         )  # fmt: skip
         self._sum_count = 1
 
-    def _narrow_layer(self, index: int, layer: _Joined, rows_each: int, batch: int) -> None:
+    def _narrow_layer(self, index: int, layer: Joined, rows_each: int, batch: int) -> None:
         count = rows_each * batch
         self._matmul(self.hidden, layer.qkv, self._qkv, count, norm=layer.first_norm, sums_in=0)
         self._attend(index, layer, rows_each, batch)
@@ -232,7 +243,7 @@ class FusedSlice:
         self._matmul(self._inner, layer.down, self.hidden, count, sums_out=0)
 
     def _wide_layer(
-        self, index: int, layer: _Joined, following: torch.Tensor | None, rows_each: int, batch: int
+        self, index: int, layer: Joined, following: torch.Tensor | None, rows_each: int, batch: int
     ) -> None:
         count = rows_each * batch
         if index == 0:
@@ -342,13 +353,13 @@ class FusedSlice:
         if sums_out is not None:
             self._sum_count = blocks
 
-    def _attend(self, index: int, layer: _Joined, rows_each: int, batch: int) -> None:
+    def _attend(self, index: int, layer: Joined, rows_each: int, batch: int) -> None:
         if rows_each == 1 or rows_each * batch <= NARROW:
             self._attention(index, layer, rows_each, batch)
         else:
             self._wide_attention(index, layer, rows_each, batch)
 
-    def _attention(self, index: int, layer: _Joined, rows_each: int, batch: int) -> None:
+    def _attention(self, index: int, layer: Joined, rows_each: int, batch: int) -> None:
         shape, cache = self.part.shape, self.cache
         cos, sin = self.part.rotary_table
         tiles = -(-rows_each * (shape.heads // shape.kv_heads) // _TILE)
@@ -369,7 +380,7 @@ class FusedSlice:
             num_warps=4 if self._splits > 4 else 1, launch_pdl=self.is_dependent,
         )  # fmt: skip
 
-    def _wide_attention(self, index: int, layer: _Joined, rows_each: int, batch: int) -> None:
+    def _wide_attention(self, index: int, layer: Joined, rows_each: int, batch: int) -> None:
         shape, cache = self.part.shape, self.cache
         cos, sin = self.part.rotary_table
         options = {
