@@ -34,7 +34,8 @@ from peerllm.protocol.requests import Sampling
 _PATHS = ("eager", "graph", "fused", "int8")
 """`int8` is the fused path with int8 weights; its limit is half the others', and the ratio is not about it."""
 _PREFILL_TOKENS = 2048
-_PREFILL_CHUNK = 512
+_PREFILL_CHUNKS = (512, 128, 68)
+"""Rows. The last is what daemons send at 7B's width in int8: as many as fill a slice of the link."""
 _DRAFT_LENGTH = 8
 _ROOM = 64
 """Positions that the context still has when a step is timed."""
@@ -219,28 +220,34 @@ class Bench:
         part = random_slice(config, layers, dtype=self.dtype, device=self.device)
         tokens = min(_PREFILL_TOKENS, self.context * 2)
         part.prepare(tokens + limits.MAX_CANDIDATES + 1)
-        cache = part.make_cache(slots=1, capacity=tokens + limits.MAX_CANDIDATES + 1)
-        path = self._exact_paths[-1]
-        static = make_static(part, cache, path, max_rows=_PREFILL_CHUNK)
-        runner: Any
-        if static is None:
-            runner = EagerRunner(part, cache)
-        else:
-            runner = GraphRunner(static, buckets=(1,), prefill_buckets=(_PREFILL_CHUNK,))
-        inputs = self._inputs(part, tokens)
-
-        def work() -> None:
-            for start in range(0, tokens, _PREFILL_CHUNK):
-                cache.lengths[0] = start
-                cache.positions.fill_(start)
-                runner.forward(0, inputs[start : start + _PREFILL_CHUNK])
-
         weights = part.byte_count / torch.tensor([], dtype=self.dtype).element_size()
         # Scores and sums of a causal half: 2 products of width heads * dim for each pair.
         pairs = tokens * tokens / 2 * 4 * part.shape.heads * part.shape.head_dim * len(part.range)
         operations = 2 * weights * tokens + pairs
-        ms = self.timer.device_milliseconds(work, inner=1)
-        self.add(f"prefill {tokens} tokens", 0, {path: ms}, limit_ms=operations / self.rate * 1e3)
+        path = self._exact_paths[-1]
+        for chunk in _PREFILL_CHUNKS:
+            ms = self._prefill(part, path, tokens, chunk)
+            self.add(f"prefill {tokens} tokens by {chunk}", 0, {path: ms}, limit_ms=operations / self.rate * 1e3)
+
+    def _prefill(self, part: ModelSlice, path: str, tokens: int, chunk: int) -> float:
+        """Milliseconds for `tokens` in pieces of `chunk` rows, each in the smallest graph that takes it."""
+        cache = part.make_cache(slots=1, capacity=tokens + limits.MAX_CANDIDATES + 1)
+        rows = max(chunk, limits.PREFILL_CHUNK_ROWS)
+        static = make_static(part, cache, path, max_rows=rows)
+        runner: Any
+        if static is None:
+            runner = EagerRunner(part, cache)
+        else:
+            runner = GraphRunner(static, buckets=(1,), prefill_buckets=(rows,))
+        inputs = self._inputs(part, tokens)
+
+        def work() -> None:
+            for start in range(0, tokens, chunk):
+                cache.lengths[0] = start
+                cache.positions.fill_(start)
+                runner.forward(0, inputs[start : start + chunk])
+
+        return self.timer.device_milliseconds(work, inner=1)
 
     def _inputs(self, part: ModelSlice, rows: int) -> torch.Tensor:
         if part.is_first:
