@@ -230,7 +230,12 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--compiler", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    device = torch.device(options.device)
+    try:
+        device = torch.empty(0, device=options.device).device
+    except (RuntimeError, AssertionError) as error:
+        parser.error(f"argument --device: {options.device!r} cannot be used: {str(error).splitlines()[0]}")
+    if device.type != "cuda":
+        parser.error(f"argument --device: these kernels need a GPU; got {options.device!r}")
     shape = SliceShape.of(named_config(options.shape))
     work = [(each, tile) for tile in _ROWS for each in products(shape)]
     bench = Bench(device, options.repeats)
