@@ -1,7 +1,8 @@
 """Choosing tokens on the device without a look at the host, in plain torch: for graphs where Triton is not.
 
-The same scores as `sampling.scores_of` gives; seeds and temperatures are read from the device, so that one captured
-graph serves every request.
+The same scores as `sampling.scores_of` gives; what a request asked is read from the device, so that one captured graph
+serves every request. Top-k and top-p need a sort of the vocabulary: a chooser with them is another, for graphs of their
+own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from peerllm.engine import noise
+from peerllm.engine.cutting import thresholds
 from peerllm.protocol.requests import Sampling
 
 
@@ -21,6 +23,11 @@ class SamplingState:
     positions: torch.Tensor
     seeds: torch.Tensor
     temperatures: torch.Tensor
+    """float32; 0 is greedy."""
+    top_ks: torch.Tensor
+    """int32; 0 cuts nothing off."""
+    top_ps: torch.Tensor
+    """float32; 1 cuts nothing off."""
 
     @classmethod
     def make(cls, positions: torch.Tensor) -> SamplingState:
@@ -29,11 +36,15 @@ class SamplingState:
             positions,
             torch.zeros(slots, 2, dtype=torch.int64, device=device),
             torch.zeros(slots, dtype=torch.float32, device=device),
+            torch.zeros(slots, dtype=torch.int32, device=device),
+            torch.ones(slots, dtype=torch.float32, device=device),
         )
 
     def put(self, slot: int, sampling: Sampling) -> None:
         self.seeds[slot] = torch.tensor(noise.seed_key(sampling.seed), device=self.seeds.device)
         self.temperatures[slot] = sampling.temperature
+        self.top_ks[slot] = sampling.top_k
+        self.top_ps[slot] = sampling.top_p
 
 
 _NOISE_ROWS = 32
@@ -45,11 +56,13 @@ class Chooser:
 
     Args:
         tokens: int64 `[vocabulary]`, the columns' token ids in ascending order; None: column i is token i.
+        is_cutting: whether top-k and top-p are applied, or taken to be off.
     """
 
-    def __init__(self, *, vocabulary: int, tokens: torch.Tensor | None = None) -> None:
+    def __init__(self, *, vocabulary: int, tokens: torch.Tensor | None = None, is_cutting: bool = False) -> None:
         self._vocabulary = vocabulary
         self._tokens = tokens
+        self._is_cutting = is_cutting
 
     def _noise(self, positions: torch.Tensor, key: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """float32 `[rows, vocabulary]`: log E of each column at `positions` `[rows]`."""
@@ -60,16 +73,26 @@ class Chooser:
         words = noise.philox_4x32((block[None, :], positions[:, None], zero, zero), key)
         return noise.log_exponential(words.reshape(len(positions), -1)[:, : self._vocabulary])
 
-    def _scores(self, logits: torch.Tensor, slots: torch.Tensor, state: SamplingState) -> torch.Tensor:
-        logits = logits[:, : self._vocabulary].to(torch.float32)
-        # An index that is a tensor of no dimensions would be read on the host, which a capture forbids.
-        slot = slots[:1].to(torch.int64)
-        temperature = state.temperatures.index_select(0, slot)
-        rows = torch.arange(len(logits), device=logits.device)
+    def _shaped(self, raw: torch.Tensor, slots: torch.Tensor, state: SamplingState) -> torch.Tensor:
+        """float32 `[rows, vocabulary]`: `raw` over temperature, what is cut off at -inf; `raw` itself where greedy.
+        `slots`, int64 `[rows]`, say whose sampling each row's is."""
+        temperature = state.temperatures.index_select(0, slots)
+        is_sampled = temperature > 0
+        shaped = raw / torch.where(is_sampled, temperature, 1.0)[:, None]
+        if not self._is_cutting:
+            return shaped
+        top_k = torch.where(is_sampled, state.top_ks.index_select(0, slots), 0)
+        top_p = torch.where(is_sampled, state.top_ps.index_select(0, slots), 1.0)
+        return shaped.masked_fill_(shaped < thresholds(shaped, top_k, top_p), float("-inf"))
+
+    def _scores(self, shaped: torch.Tensor, slots: torch.Tensor, state: SamplingState) -> torch.Tensor:
+        """`shaped`, and noise where not greedy, of one sequence's rows."""
+        rows = torch.arange(len(shaped), device=shaped.device)
+        slot = slots[:1]
         positions = state.positions.index_select(0, slot) + 1 + rows
         key = state.seeds.index_select(0, slot)[0]
-        perturbed = logits / temperature - self._noise(positions, (key[0], key[1]))
-        return torch.where(temperature > 0, perturbed, logits)
+        perturbed = shaped - self._noise(positions, (key[0], key[1]))
+        return torch.where(state.temperatures.index_select(0, slot) > 0, perturbed, shaped)
 
     def choose(
         self, logits: torch.Tensor, slots: torch.Tensor, state: SamplingState
@@ -92,7 +115,8 @@ class Chooser:
             temperature = state.temperatures.index_select(0, some)[:, None]
             key = state.seeds.index_select(0, some)
             made = self._noise(state.positions.index_select(0, some) + 1, (key[:, :1], key[:, 1:]))
-            scores = torch.where(temperature > 0, raw / temperature.clamp(min=1e-6) - made, raw)
+            shaped = self._shaped(raw, some, state)
+            scores = torch.where(temperature > 0, shaped - made, shaped)
             choices.append(scores.argmax(dim=-1).to(torch.int32))
             flags.append((~torch.isfinite(raw)).sum(dim=-1).to(torch.int32))
         return torch.cat(choices), torch.cat(flags)
@@ -109,8 +133,7 @@ class Chooser:
             some = slots[rows]
             key = state.seeds[some]
             made = self._noise(state.positions[some] + 1, (key[:, :1], key[:, 1:]))
-            shaped = scores[rows] / state.temperatures[some][:, None]
-            choices[rows] = (shaped - made).argmax(dim=-1).to(torch.int32)
+            choices[rows] = (self._shaped(scores[rows], some, state) - made).argmax(dim=-1).to(torch.int32)
         return choices, flags
 
     def judge(
@@ -129,7 +152,10 @@ class Chooser:
             candidates: int32, `rows - 1` or more.
             count: int32 `[1]`, candidates in this block; rows beyond `count + 1` are padding.
         """
-        choices = self._scores(logits[:rows], slots, state).argmax(dim=-1).to(torch.int32)
+        # An index that is a tensor of no dimensions would be read on the host, which a capture forbids.
+        here = slots[:1].to(torch.int64)
+        shaped = self._shaped(logits[:rows, : self._vocabulary].to(torch.float32), here.expand(rows), state)
+        choices = self._scores(shaped, here, state).argmax(dim=-1).to(torch.int32)
         index = torch.arange(rows, device=logits.device)
         agrees = torch.zeros(rows, dtype=torch.bool, device=logits.device)
         agrees[: rows - 1] = choices[: rows - 1] == candidates[: rows - 1]
@@ -156,9 +182,9 @@ class Chooser:
             step: int32 `[1]`, the place in `candidates` (int32) and `probabilities` (float32; NaN where logits are
                 not finite).
         """
-        choice = self._scores(logits[:1], slots, state).argmax(dim=-1)
-        temperature = state.temperatures.index_select(0, slots[:1].to(torch.int64))
-        shaped = logits[:1, : self._vocabulary].to(torch.float32) / torch.where(temperature > 0, temperature, 1.0)
+        here = slots[:1].to(torch.int64)
+        shaped = self._shaped(logits[:1, : self._vocabulary].to(torch.float32), here, state)
+        choice = self._scores(shaped, here, state).argmax(dim=-1)
         probability = torch.softmax(shaped, dim=-1).gather(1, choice[:, None])[:, 0]
         if self._tokens is not None:
             choice = self._tokens.index_select(0, choice)
@@ -167,4 +193,4 @@ class Chooser:
         probabilities.index_copy_(0, place, probability)
         token.copy_(choice)
         step.add_(1)
-        state.positions.index_add_(0, slots[:1].to(torch.int64), torch.ones_like(state.positions[:1]))
+        state.positions.index_add_(0, here, torch.ones_like(state.positions[:1]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -17,7 +17,7 @@ from peerllm.engine.cache import KvCache
 from peerllm.engine.choosing import Chooser, SamplingState
 from peerllm.engine.module_slice import ModuleSlice
 from peerllm.engine.results import Stopwatch
-from peerllm.engine.sampling import judge
+from peerllm.engine.sampling import has_cut, judge
 from peerllm.engine.slice import ModelSlice
 from peerllm.protocol import limits
 from peerllm.protocol.errors import NonFinite
@@ -114,13 +114,14 @@ class GraphRunner:
         device = static.part.device
         self._layers: dict[tuple[int, int], Replay] = {}
         self._verdicts: dict[tuple[int, int], Replay] = {}
+        self._cut_verdicts: dict[int, Replay] = {}
         self._state = SamplingState.make(static.cache.positions)
         self._slot = -1
         most = max(buckets)
         if self._part.is_last:
             vocabulary = self._part.shape.vocabulary
             self._logits = torch.zeros(most, vocabulary, dtype=self._part.dtype, device=device)
-            self._chooser = make_chooser(static, max_rows=most, columns=vocabulary, vocabulary=vocabulary)
+            self._choosers = make_choosers(static, max_rows=most, columns=vocabulary, vocabulary=vocabulary)
             self._candidates = torch.zeros(most, dtype=torch.int32, device=device)
             self._count = torch.zeros(1, dtype=torch.int32, device=device)
             self._verdict = torch.zeros(3, dtype=torch.int32, device=device)
@@ -130,7 +131,10 @@ class GraphRunner:
             for rows in reversed(self._buckets):
                 self._layers[rows, slot] = self._pool.capture(partial(static.forward, rows))
                 if self._part.is_last and rows <= most:
-                    self._verdicts[rows, slot] = self._pool.capture(partial(self._judge, rows))
+                    self._verdicts[rows, slot] = self._pool.capture(partial(self._verify, rows))
+        if self._part.is_last and self._choosers.needs_own_graphs:
+            for rows in reversed([each for each in self._buckets if each <= most]):
+                self._cut_verdicts[rows] = self._pool.capture(partial(self._judge, rows, self._choosers.cutting))
         self._select(0)
 
     def open(self, slot: int, sampling: Sampling) -> None:
@@ -160,25 +164,29 @@ class GraphRunner:
     ) -> tuple[int, int]:
         if len(inputs) > len(self._logits):
             raise ValueError(f"a block of {len(inputs)} rows; {len(self._logits)} are the most")
-        if not sampling.is_greedy and (sampling.top_k or sampling.top_p < 1.0):
-            # Sorting the vocabulary is no work for every request's graph.
-            hidden = self._forward(slot, inputs)
-            return judge(self._part.logits(hidden), candidates, start, sampling)
         self._put(slot, inputs)
         if candidates:
             self._candidates[: len(candidates)] = torch.tensor(candidates, dtype=torch.int32)
         self._count.fill_(len(candidates))
-        self._replay(self._verdicts, slot, len(inputs))
+        if self._choosers.needs_own_graphs and has_cut(sampling):
+            self._replay(self._layers, slot, len(inputs))
+            self._cut_verdicts[self._bucket(len(inputs))].replay()
+        else:
+            self._replay(self._verdicts, slot, len(inputs))
         accepted, token, bad = self._verdict.tolist()
         if bad:
             raise NonFinite("the model gave logits that are not finite; its weights or its dtype do not fit")
         return accepted, token
 
-    def _judge(self, rows: int) -> None:
+    def _verify(self, rows: int) -> None:
+        self._static.forward(rows)
+        self._judge(rows, self._choosers.usual)
+
+    def _judge(self, rows: int, chooser: Chooser) -> None:
+        """The verdict on what the layers left in the static buffers."""
         static = self._static
-        static.forward(rows)
         static.logits(rows, self._logits)
-        self._chooser.judge(self._logits, rows, static.slots, self._state, self._candidates, self._count, self._verdict)
+        chooser.judge(self._logits, rows, static.slots, self._state, self._candidates, self._count, self._verdict)
 
     def _put(self, slot: int, inputs: torch.Tensor) -> None:
         self._select(slot)
@@ -194,9 +202,11 @@ class GraphRunner:
                 self._static.slot = slot
             self._slot = slot
 
+    def _bucket(self, rows: int) -> int:
+        return next(each for each in self._buckets if each >= rows)
+
     def _replay(self, graphs: dict[tuple[int, int], Replay], slot: int, rows: int) -> None:
-        bucket = next(each for each in self._buckets if each >= rows)
-        graphs[bucket, slot if self._static.is_bound_to_slot else 0].replay()
+        graphs[self._bucket(rows), slot if self._static.is_bound_to_slot else 0].replay()
 
 
 class Replay(Protocol):
@@ -242,10 +252,34 @@ class GraphPool:
         return graph
 
 
-def make_chooser(static: StaticSlice, *, max_rows: int, columns: int, vocabulary: int) -> Chooser:
-    """Triton's where the slice is fused, torch's otherwise."""
+class Choosers(NamedTuple):
+    """Of one head: the one that every request's graph has, and the one for requests with top-k or top-p."""
+
+    usual: Chooser
+    cutting: Chooser
+    """Triton's leaves a row that has neither at once, and is the usual one too. torch's sorts the vocabulary."""
+
+    @property
+    def needs_own_graphs(self) -> bool:
+        return self.usual is not self.cutting
+
+
+def make_choosers(static: StaticSlice, *, max_rows: int, columns: int, vocabulary: int) -> Choosers:
+    """As `make_chooser`, of the same kind."""
+
+    def make(is_cutting: bool) -> Chooser:
+        return make_chooser(static, max_rows=max_rows, columns=columns, vocabulary=vocabulary, is_cutting=is_cutting)
+
+    cutting = make(True)
+    return Choosers(make(False) if isinstance(static, ModuleSlice) else cutting, cutting)
+
+
+def make_chooser(
+    static: StaticSlice, *, max_rows: int, columns: int, vocabulary: int, is_cutting: bool = False
+) -> Chooser:
+    """Triton's where the slice is fused, torch's otherwise. One that is not cutting takes top-k and top-p to be off."""
     if isinstance(static, ModuleSlice):
-        return Chooser(vocabulary=vocabulary, tokens=static.part.head_tokens)
+        return Chooser(vocabulary=vocabulary, tokens=static.part.head_tokens, is_cutting=is_cutting)
     from peerllm.engine.fused.choosing import FusedChooser
 
     chooser: object = FusedChooser(
@@ -255,5 +289,6 @@ def make_chooser(static: StaticSlice, *, max_rows: int, columns: int, vocabulary
         device=static.part.device,
         is_dependent=static.is_dependent,
         tokens=static.part.head_tokens,
+        is_cutting=is_cutting,
     )
     return chooser  # type: ignore[return-value]

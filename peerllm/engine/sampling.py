@@ -9,15 +9,21 @@ from __future__ import annotations
 import torch
 
 from peerllm.engine import noise
+from peerllm.engine.cutting import top_p_threshold
 from peerllm.protocol.errors import NonFinite
 from peerllm.protocol.requests import Sampling
+
+
+def has_cut(sampling: Sampling) -> bool:
+    """Whether tokens may be cut off: the argmax, which is all that greedy decoding looks at, never is."""
+    return not sampling.is_greedy and (sampling.top_k > 0 or sampling.top_p < 1.0)
 
 
 def shape_logits(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """`logits` `[rows, vocabulary]` over temperature, with what top-k and top-p cut off at -inf; float32.
 
-    The best token always survives. Tokens that tie with the last survivor of top-k survive too, so that the result
-    does not depend on a sort's order.
+    Top-p shares out what top-k left. The best token always survives. Tokens that tie with the last survivor survive
+    too, so that the result does not depend on a sort's order.
     """
     scores = logits.to(torch.float32) / sampling.temperature
     vocabulary = scores.shape[-1]
@@ -25,12 +31,9 @@ def shape_logits(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         smallest = torch.topk(scores, sampling.top_k, dim=-1).values[:, -1:]
         scores = scores.masked_fill(scores < smallest, float("-inf"))
     if sampling.top_p < 1.0:
-        ordered, order = torch.sort(scores, dim=-1, descending=True, stable=True)
-        probabilities = torch.softmax(ordered, dim=-1)
-        before = torch.cumsum(probabilities, dim=-1) - probabilities
-        is_cut = before >= sampling.top_p
-        is_cut[:, 0] = False
-        scores = scores.masked_fill(torch.zeros_like(is_cut).scatter_(-1, order, is_cut), float("-inf"))
+        ordered = torch.sort(scores, dim=-1, descending=True).values
+        smallest = top_p_threshold(ordered, scores.new_full((1, 1), sampling.top_p))
+        scores = scores.masked_fill(scores < smallest, float("-inf"))
     return scores
 
 

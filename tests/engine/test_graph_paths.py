@@ -63,7 +63,7 @@ def test_text_by_the_self_feeding_draft_and_the_device_verdict_is_the_eager_text
 def test_an_identical_draft_agrees_always_for_every_length(tiny):
     model = tiny("qwen3")
     pair = Pair.load(model.folder, context=300, path="graph", draft=f"model:{model.folder}")
-    for how in SETTINGS[:2]:
+    for how in SETTINGS:
         for length in (1, 2, 5, 8, 33, 64):
             run = pair.generate(model.prompts[2], 66, length, how)
             assert run.accepted == run.drafted, (how, length)
@@ -110,6 +110,22 @@ def test_a_draft_whose_logits_are_not_finite_drafts_nothing_and_the_text_goes_on
         run = pair.generate(model.prompts[0], 8, 4)
         assert run.drafted == 0
         assert run.tokens == tiny_models.generate_greedily(model.whole, model.prompts[0], 8)
+
+
+@pytest.mark.parametrize(
+    "how", [*SETTINGS, Sampling(temperature=1.2, top_p=0.7, seed=4), Sampling(temperature=0.5, top_k=3, seed=5)]
+)
+def test_the_self_feeding_draft_proposes_what_the_eager_one_proposes(tiny, how):
+    model = tiny("qwen3")
+    pair = Pair.load(model.folder, context=200, path="graph", draft=f"model:{model.draft}")
+    eager = Pair.load(model.folder, context=200, draft=f"model:{model.draft}")
+    for prompt in model.prompts[:3]:
+        blocks = []
+        for each in (pair, eager):
+            each.open(1, how, prompt)
+            blocks.append(each.first.draft_block(1, 0, prompt, 12, 0.0))
+        assert blocks[0].candidates == blocks[1].candidates
+        assert blocks[0].probabilities == pytest.approx(blocks[1].probabilities, abs=1e-4)
 
 
 @pytest.mark.parametrize("how", SETTINGS[:2], ids=["greedy", "sampling"])

@@ -7,10 +7,11 @@ from functools import partial
 
 import torch
 
-from peerllm.engine.choosing import SamplingState
+from peerllm.engine.choosing import Chooser, SamplingState
 from peerllm.engine.drafting.base import Proposal, shared_prefix
 from peerllm.engine.module_slice import ModuleSlice
-from peerllm.engine.runner import GraphPool, Replay, StaticSlice, make_chooser
+from peerllm.engine.runner import GraphPool, Replay, StaticSlice, make_choosers
+from peerllm.engine.sampling import has_cut
 from peerllm.protocol import limits
 from peerllm.protocol.requests import Sampling
 
@@ -22,9 +23,8 @@ _PREFILL = limits.PREFILL_CHUNK_ROWS
 class GraphDrafter:
     """`ModelDrafter` without a look at the host between candidates.
 
-    A step embeds its token, runs the layers and the head, chooses with the target's noise, writes token and
-    probability, and moves the position: its choice is the next step's input. Top-k and top-p are the target's affair;
-    the draft draws without them.
+    A step embeds its token, runs the layers and the head, chooses with the target's noise among what top-k and top-p
+    leave of its own logits, writes token and probability, and moves the position: its choice is the next step's input.
 
     Args:
         vocabulary: the target's; columns of the head beyond it are not looked at.
@@ -37,7 +37,7 @@ class GraphDrafter:
         columns = part.columns
         self._embedded = part.shape.vocabulary
         self._state = SamplingState.make(static.cache.positions)
-        self._chooser = make_chooser(static, max_rows=1, columns=columns, vocabulary=min(vocabulary, columns))
+        self._choosers = make_choosers(static, max_rows=1, columns=columns, vocabulary=min(vocabulary, columns))
         self._logits = torch.zeros(1, columns, dtype=part.dtype, device=device)
         self._step = torch.zeros(1, dtype=torch.int32, device=device)
         # One buffer, so that one copy brings both: row 0 the tokens, row 1 the probabilities' bits.
@@ -52,6 +52,10 @@ class GraphDrafter:
             chunks = {rows: pool.capture(partial(static.forward, rows)) for rows in (_PREFILL, 1)}
             self._chunks.append(chunks)
             self._steps.append(pool.capture(self._draft_step))
+            static.cache.positions.zero_()
+        self._cut_advance: Replay | None = None
+        if self._choosers.needs_own_graphs:
+            self._cut_advance = pool.capture(partial(self._advance, self._choosers.cutting))
             static.cache.positions.zero_()
 
     @property
@@ -81,7 +85,7 @@ class GraphDrafter:
         while wanted < limit and len(found.candidates) == wanted:
             more = limit - wanted if min_probability <= 0.0 else min(_LOOK_EVERY, limit - wanted)
             for _ in range(more):
-                self._steps[place].replay()
+                self._replay_step(place, sampling)
             wanted += more
             out = self._out.to("cpu")
             found = _likely(out[0, :wanted], out[1, :wanted].view(torch.float32), min_probability)
@@ -98,11 +102,22 @@ class GraphDrafter:
             chunks[1 if len(piece) == 1 else _PREFILL].replay()
             self._cache.advance([slot], len(piece))
 
+    def _replay_step(self, place: int, sampling: Sampling) -> None:
+        if self._cut_advance is not None and has_cut(sampling):
+            self._chunks[place][1].replay()
+            self._cut_advance.replay()
+        else:
+            self._steps[place].replay()
+
     def _draft_step(self) -> None:
+        self._static.forward(1)
+        self._advance(self._choosers.usual)
+
+    def _advance(self, chooser: Chooser) -> None:
+        """From what the layers left in the static buffers to the next step's input."""
         static = self._static
-        static.forward(1)
         static.logits(1, self._logits)
-        self._chooser.advance(
+        chooser.advance(
             self._logits,
             static.slots,
             self._state,

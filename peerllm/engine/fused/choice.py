@@ -1,8 +1,8 @@
 """From logits to tokens on the device: noise, argmax, the verdict on a block, the draft's own next step.
 
-The noise is `engine.noise`'s, bit for bit: Philox4x32-10, key = seed, counter = (token // 4, position, 0, 0), word =
-token % 4. A block of the vocabulary gives its best token first; one more program gathers the blocks in order, so that
-of equal scores the lowest token wins, as in torch on the CPU.
+A block of the vocabulary gives its best token first; one more program gathers the blocks in order, so that of equal
+scores the lowest token wins, as in torch on the CPU. Where top-k or top-p cut a row, that program chooses again, among
+the survivors that `cut` finds.
 """
 
 # Kernels are written in Triton's language, which only looks like Python.
@@ -13,36 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from peerllm.engine.fused.cut import best_of_survivors, is_row_cut
 from peerllm.engine.fused.dependent import dependents_may_start, wait_for_inputs
-
-
-@triton.jit
-def _philox_word(token, position, key0, key1):
-    """uint32 of each token; `position`, `key0` and `key1` are scalars, uint32."""
-    c0 = (token // 4).to(tl.uint32)
-    c1 = tl.zeros_like(c0) + position
-    c2 = tl.zeros_like(c0)
-    c3 = tl.zeros_like(c0)
-    k0 = tl.zeros_like(c0) + key0
-    k1 = tl.zeros_like(c0) + key1
-    for _ in tl.static_range(10):
-        high0 = tl.umulhi(c0, tl.full(c0.shape, 0xD2511F53, tl.uint32))
-        high1 = tl.umulhi(c2, tl.full(c0.shape, 0xCD9E8D57, tl.uint32))
-        low0 = c0 * tl.full(c0.shape, 0xD2511F53, tl.uint32)
-        low1 = c2 * tl.full(c0.shape, 0xCD9E8D57, tl.uint32)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0 = k0 + tl.full(c0.shape, 0x9E3779B9, tl.uint32)
-        k1 = k1 + tl.full(c0.shape, 0xBB67AE85, tl.uint32)
-    word = token % 4
-    return tl.where(word == 0, c0, tl.where(word == 1, c1, tl.where(word == 2, c2, c3)))
-
-
-@triton.jit
-def _minus_log1p_of_minus(u):
-    """-log1p(-u) for 0 < u < 1, to a few units in the last place (Kahan's correction of log)."""
-    rest = 1.0 - u
-    is_tiny = rest == 1.0
-    return tl.where(is_tiny, u, -tl.log(rest) * (u / tl.where(is_tiny, 1.0, 1.0 - rest)))
+from peerllm.engine.fused.noise import perturb
 
 
 @triton.jit(do_not_specialize=["rows_per_sequence"])
@@ -57,6 +30,7 @@ def best_of_blocks(
     largest,  # float32 [rows, BLOCKS]: of the logits over temperature
     mass,  # float32 [rows, BLOCKS]: sum of exp(. - largest)
     bad,  # int32 [rows, BLOCKS]: logits that are NaN or +inf
+    counts,  # int32 [rows], set to 0 for `cut.list_contenders`
     ids,  # int32 [vocabulary]: the columns' tokens, ascending, where the head is cut
     vocabulary,
     rows_per_sequence,
@@ -78,14 +52,8 @@ def best_of_blocks(
     temperature = tl.load(temperatures + slot)
     score = raw
     if temperature > 0.0:
-        raw = raw / temperature
-        position = (tl.load(positions + slot) + row % rows_per_sequence + 1).to(tl.uint32)
-        key0 = tl.load(seeds + slot * 2).to(tl.uint32)
-        key1 = tl.load(seeds + slot * 2 + 1).to(tl.uint32)
-        target_token = tl.load(ids + token, mask=is_token, other=0) if HAS_IDS else token
-        word = _philox_word(target_token, position, key0, key1)
-        uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994039535522)
-        score = raw - tl.log(_minus_log1p_of_minus(uniform))
+        raw = tl.div_rn(raw, temperature)
+        score = perturb(raw, token, is_token, row % rows_per_sequence, slot, positions, seeds, ids, HAS_IDS)
     score = tl.where(is_token, score, float("-inf"))
     # NaN would win or lose by chance; the row is refused, so any token will do.
     score = tl.where(score != score, float("-inf"), score)
@@ -99,6 +67,8 @@ def best_of_blocks(
     tl.store(largest + place, limit)
     tl.store(mass + place, tl.sum(tl.where(is_token, tl.exp(raw - shift), 0.0), axis=0))
     tl.store(bad + place, tl.sum(is_bad.to(tl.int32), axis=0))
+    if block == 0:
+        tl.store(counts + row, 0)
 
 
 @triton.jit
@@ -112,16 +82,41 @@ def _best_of_row(best, best_token, row, BLOCKS: tl.constexpr, PADDED: tl.constex
 
 
 @triton.jit
+def _mass_of_row(largest, mass, row, BLOCKS: tl.constexpr, PADDED: tl.constexpr):
+    """The largest score of the row, and the sum of exp(score - that)."""
+    offs = tl.arange(0, PADDED)
+    is_block = offs < BLOCKS
+    limits = tl.load(largest + row * BLOCKS + offs, mask=is_block, other=float("-inf"))
+    sums = tl.load(mass + row * BLOCKS + offs, mask=is_block, other=0.0)
+    top = tl.max(limits, axis=0)
+    return top, tl.sum(sums * tl.exp(limits - top), axis=0)
+
+
+@triton.jit(do_not_specialize=["rows_per_sequence"])
 def choose_rows(
-    best, best_token, bad,
+    best, best_token, largest, mass, bad, counts, listed, listed_columns, logits,
+    slots, positions, seeds, temperatures, top_ks, top_ps, ids,
     choices,  # int32 [rows]
     flags,  # int32 [rows]: logits that are not finite
-    BLOCKS: tl.constexpr, PADDED: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+    vocabulary, rows_per_sequence,
+    STRIDE: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr,
+    HAS_IDS: tl.constexpr, IS_CUTTING: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(IS_DEPENDENT)
     dependents_may_start(IS_DEPENDENT)
     row = tl.program_id(0)
-    tl.store(choices + row, _best_of_row(best, best_token, row, BLOCKS, PADDED))
+    choice = _best_of_row(best, best_token, row, BLOCKS, PADDED)
+    if IS_CUTTING:
+        slot = tl.load(slots + row // rows_per_sequence)
+        if is_row_cut(slot, temperatures, top_ks, top_ps, vocabulary):
+            top, total = _mass_of_row(largest, mass, row, BLOCKS, PADDED)
+            survivor, _ = best_of_survivors(
+                top, total, row, slot, row % rows_per_sequence, counts, listed, listed_columns, logits,
+                positions, seeds, temperatures, top_ks, top_ps, ids, vocabulary,
+                STRIDE, CAPACITY, TILE, HAS_IDS,
+            )  # fmt: skip
+            choice = tl.where(survivor < vocabulary, survivor, choice)
+    tl.store(choices + row, choice)
     offs = tl.arange(0, PADDED)
     found = tl.load(bad + row * BLOCKS + offs, mask=offs < BLOCKS, other=0)
     tl.store(flags + row, tl.sum(found, axis=0))
@@ -151,31 +146,37 @@ def judge_block(
 
 @triton.jit
 def advance_draft(
-    best, best_token, largest, mass, bad, logits,
-    slots, positions, temperatures,
+    best, best_token, largest, mass, bad, counts, listed, listed_columns, logits,
+    slots, positions, seeds, temperatures, top_ks, top_ps,
     token,  # int64 [1]: the step's input, then its choice
     step,  # int32 [1]
     candidates,  # int32 [steps]
-    probabilities,  # float32 [steps]; NaN where logits are not finite
-    ids,
-    STRIDE: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr, HAS_IDS: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
+    probabilities,  # float32 [steps]: after the cut; NaN where logits are not finite
+    ids, vocabulary,
+    STRIDE: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr,
+    HAS_IDS: tl.constexpr, IS_CUTTING: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(IS_DEPENDENT)
     dependents_may_start(IS_DEPENDENT)
-    choice = _best_of_row(best, best_token, 0, BLOCKS, PADDED)
-    offs = tl.arange(0, PADDED)
-    is_block = offs < BLOCKS
-    limits = tl.load(largest + offs, mask=is_block, other=float("-inf"))
-    sums = tl.load(mass + offs, mask=is_block, other=0.0)
-    top = tl.max(limits, axis=0)
-    total = tl.sum(sums * tl.exp(limits - top), axis=0)
+    row = tl.program_id(0)
+    choice = _best_of_row(best, best_token, row, BLOCKS, PADDED)
+    top, total = _mass_of_row(largest, mass, row, BLOCKS, PADDED)
     slot = tl.load(slots)
+    if IS_CUTTING:  # noqa: SIM102 - one is known to the compiler, the other to the device
+        if is_row_cut(slot, temperatures, top_ks, top_ps, vocabulary):
+            survivor, kept = best_of_survivors(
+                top, total, row, slot, 0, counts, listed, listed_columns, logits,
+                positions, seeds, temperatures, top_ks, top_ps, ids, vocabulary,
+                STRIDE, CAPACITY, TILE, HAS_IDS,
+            )  # fmt: skip
+            choice = tl.where(survivor < vocabulary, survivor, choice)
+            total = kept
     temperature = tl.load(temperatures + slot)
     own = tl.load(logits + choice).to(tl.float32)
-    own = tl.where(temperature > 0.0, own / tl.where(temperature > 0.0, temperature, 1.0), own)
+    own = tl.where(temperature > 0.0, tl.div_rn(own, tl.where(temperature > 0.0, temperature, 1.0)), own)
     probability = tl.exp(own - top) / total
-    is_bad = tl.sum(tl.load(bad + offs, mask=is_block, other=0), axis=0) > 0
+    offs = tl.arange(0, PADDED)
+    is_bad = tl.sum(tl.load(bad + offs, mask=offs < BLOCKS, other=0), axis=0) > 0
     at = tl.load(step)
     if HAS_IDS:
         choice = tl.load(ids + choice)
