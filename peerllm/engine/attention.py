@@ -13,6 +13,8 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from peerllm.protocol import limits
+
 NAME = "peerllm"
 
 
@@ -48,10 +50,10 @@ def grouped_attention(
         whole = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
         return whole.transpose(1, 2).contiguous(), None
     query = query.reshape(batch, kv_heads, groups * rows, dim)
-    mask = attention_mask.repeat(1, 1, groups, 1)
     if has_stale_keys:
-        out = _masked(query, key, value, mask, dim**-0.5 if scaling is None else scaling)
+        out = _masked(query, key, value, attention_mask, dim**-0.5 if scaling is None else scaling)
     else:
+        mask = attention_mask.repeat(1, 1, groups, 1)
         out = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(batch, heads, rows, dim).transpose(1, 2).contiguous(), None
 
@@ -59,9 +61,24 @@ def grouped_attention(
 def _masked(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    scores = torch.matmul(query, key.transpose(2, 3)).to(torch.float32) * scaling
-    weights = torch.softmax(torch.where(mask, scores, float("-inf")), dim=-1)
-    return torch.matmul(weights.to(value.dtype), value)
+    """`[batch, kv_heads, groups * rows, dim]`. KV heads whose scores pass ATTENTION_SCORES_BYTES take turns."""
+    each = limits.ATTENTION_SCORE_BYTES * query.shape[0] * query.shape[2] * key.shape[2]
+    at_once = max(1, limits.ATTENTION_SCORES_BYTES // each)
+    queries, keys, values = (tensor.split(at_once, dim=1) for tensor in (query, key, value))
+    pieces = [_attend(*turn, is_hidden=~mask, scaling=scaling) for turn in zip(queries, keys, values, strict=True)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_hidden: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    scores = torch.matmul(query, key.transpose(2, 3)).to(torch.float32).mul_(scaling)
+    # In place: at contexts of tens of thousands a copy of the scores is hundreds of megabytes.
+    batch, heads, queries, length = scores.shape
+    rows = is_hidden.shape[2]
+    scores.view(batch, heads, queries // rows, rows, length).masked_fill_(is_hidden[:, :, None], float("-inf"))
+    scores = torch.softmax(scores, dim=-1)
+    return torch.matmul(scores.to(value.dtype), value)
 
 
 AttentionInterface.register(NAME, grouped_attention)

@@ -14,15 +14,8 @@ import torch
 from peerllm.engine.cache import KvCache
 from peerllm.engine.runner import Runner
 from peerllm.engine.slice import ModelSlice, SliceShape
-from peerllm.protocol.identity import LayerRange, share_layers
+from peerllm.protocol.identity import LayerRange
 from peerllm.protocol.requests import Sampling
-
-
-def split_range(layers: LayerRange, free_bytes: Sequence[int]) -> list[LayerRange]:
-    """`layers` over devices with so much free memory, in order; a device too many gets none."""
-    count = min(len(layers), len(free_bytes))
-    shares = share_layers(len(layers), [None] * count, list(free_bytes[:count]))
-    return [LayerRange(layers.first + each.first, layers.first + each.last) for each in shares]
 
 
 class SliceChain:

@@ -10,19 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from peerllm.engine import codec
-from peerllm.engine.chain import AnySlice, SliceChain, split_range
+from peerllm.engine.chain import AnySlice, SliceChain
 from peerllm.engine.drafting.ahead import AheadDrafter
 from peerllm.engine.drafting.base import Drafter, NoDrafter
 from peerllm.engine.drafting.build import build_drafter
 from peerllm.engine.drafting.graph import GraphDrafter
 from peerllm.engine.drafting.model import ModelDrafter
-from peerllm.engine.memory import free_memory, plans_for, require
+from peerllm.engine.memory import cache_positions, plan_load
 from peerllm.engine.results import Drafted, Loaded, Prefilled, Stopwatch, Verified
 from peerllm.engine.runner import Runner
 from peerllm.engine.running import make_runner
@@ -75,8 +74,7 @@ class Engine:
         self.drafter: Drafter = NoDrafter() if drafter is None else drafter
         self._codec = wire_codec
         self._dtype = dtype
-        # Graphs pad blocks to a bucket: what they write past the end must still be inside.
-        capacity = context + limits.MAX_CANDIDATES + 1
+        capacity = cache_positions(context)
         part.prepare(capacity)
         self._cache = part.make_cache(slots=slots, capacity=capacity)
         clock = time.perf_counter()
@@ -114,7 +112,7 @@ class Engine:
             devices: torch devices for the slice, whose layers they share by free memory.
             draft_device: for the draft model, which then drafts on while the slice computes; without it, the slice's
                 first, and one after the other.
-            context: positions wanted; None is what the model was made for. Never more than that.
+            context: positions wanted; None is what fits. Never more than the model was made for.
             draft: `none`, `ngram` or `model:PATH`; only the first slice drafts.
             weights: one of `weights.WEIGHTS`, for the layers of the target.
             slots: sequences at once; by default MAX_SESSIONS, and MAX_GPU_SESSIONS on a GPU.
@@ -130,35 +128,26 @@ class Engine:
             raise BadRequest(f"weights {weights[:32]!r} are not one of {', '.join(WEIGHTS)}", param="weights")
         if threads is not None:
             torch.set_num_threads(max(1, threads))
-        places = [torch.device(each) for each in devices]
-        device = places[0]
-        if slots is None:
-            slots = limits.MAX_SESSIONS if device.type == "cpu" else limits.MAX_GPU_SESSIONS
         seconds: dict[str, float] = {}
         clock = time.perf_counter()
         config = read_config(folder)
-        ranges = split_range(layers, [free_memory(place) for place in places]) if len(places) > 1 else [layers]
-        parts = [ModelSlice(config, each) for each in ranges]
-        seconds["build"] = time.perf_counter() - clock
-        clock = time.perf_counter()
-        most = min(parts[0].shape.max_positions, limits.MAX_CONTEXT)
-        spec = draft if layers.first == 0 else "none"
-        planned = partial(
-            plans_for,
+        plan = plan_load(
             folder,
-            ranges,
-            places,
-            draft=spec,
-            draft_device=torch.device(draft_device or device),
+            layers,
             dtype=dtype,
+            devices=devices,
+            draft_device=draft_device,
+            draft=draft,
             weights=weights,
             slots=slots,
+            path=path,
+            context=context,
         )
-        # Without a wish it is what fits; a wish that does not fit is refused.
-        fitting = min(plan.largest_context() or most for _, plan in planned(context=most))
-        context = min(context, most) if context else max(1, min(most, fitting))
-        for place, plan in planned(context=context):
-            require(plan, place)
+        context, slots = plan.context, plan.slots
+        places = [torch.device(each) for each in devices]
+        parts = [ModelSlice(config, each) for each in plan.ranges]
+        seconds["build"] = time.perf_counter() - clock
+        clock = time.perf_counter()
         for each_part, place in zip(parts, places, strict=False):
             load_weights(each_part, folder, codec.DTYPES[dtype], place, progress, weights=weights)
         part = SliceChain(parts) if len(parts) > 1 else parts[0]
@@ -173,7 +162,7 @@ class Engine:
                 slots=slots,
                 context=context,
                 dtype=codec.DTYPES[dtype],
-                device=draft_device or device,
+                device=draft_device or places[0],
                 path=path,
                 embedding=None if parts[0].embed is None else parts[0].embed.weight.data,
                 progress=progress,

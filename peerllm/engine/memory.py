@@ -1,34 +1,30 @@
 """What a slice will take, before a byte of it is read: weights, keys and values, graphs, workspace.
 
-A device that is too small says so at once, with the numbers and the largest context that fits.
+From config.json alone, so that it can be said before anything is fetched, and once more before anything is read: a
+device that is too small says so, with the numbers and the largest context that fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from peerllm.engine.machine import host_memory, indexed
-from peerllm.engine.runner import BUCKETS
-from peerllm.engine.slice import SliceShape, read_config
-from peerllm.models.allowlist import ModelShape, check_folder
+from peerllm.engine.workspace import BLOCK_ROWS, CUDA_CONTEXT_BYTES, path_of, workspace_bytes
+from peerllm.models.allowlist import ModelShape, read_shape
 from peerllm.models.drafts import is_draft, read_draft
 from peerllm.models.layout import layer_tensors, range_tensors, size_bytes
 from peerllm.protocol import limits
 from peerllm.protocol.errors import NotEnoughMemory
-from peerllm.protocol.identity import INT8, LayerRange
+from peerllm.protocol.identity import INT8, UNQUANTISED, LayerRange, share_layers
 from peerllm.protocol.tensors import DTYPE_BYTES
 
-_GRAPH_BYTES = 64 * limits.MIB
-"""Of the graphs of one model: kernels' nodes and what the driver keeps for them. Measured 30 to 50 MiB."""
-_CUDA_CONTEXT_BYTES = 408 * limits.MIB
-"""torch's and cuBLAS's workspaces, the kernels' code and the allocator's rounding, once for a process: what an H200 had
-less than before, beyond what the rest of the plan says."""
-_HOST_WORKSPACE_BYTES = 128 * limits.MIB
 _MIB = limits.MIB
+_SPARE = 32
+"""What is free changes until the layers are loaded: a context that is chosen long before leaves this part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +45,7 @@ class Plan:
 
     @property
     def cache(self) -> int:
-        return self.cache_per_position * (self.context + limits.MAX_CANDIDATES + 1) * self.slots
+        return self.cache_per_position * cache_positions(self.context) * self.slots
 
     @property
     def total(self) -> int:
@@ -59,21 +55,142 @@ class Plan:
     def fits(self) -> bool:
         return self.free == 0 or self.total <= self.free
 
-    def largest_context(self) -> int:
-        """Positions for which there is room; 0 when the weights alone are too large."""
-        if self.free == 0:
-            return limits.MAX_CONTEXT
-        rest = self.free - self.weights - self.workspace - self.draft
-        positions = rest // (self.cache_per_position * self.slots) - limits.MAX_CANDIDATES - 1
-        return max(0, min(positions, limits.MAX_CONTEXT))
-
     def words(self) -> str:
-        parts = {"weights": self.weights, "keys and values": self.cache, "workspace": self.workspace}
+        cache = f"keys and values of {self.context} positions"
+        parts = {"weights": self.weights, cache: self.cache, "workspace": self.workspace}
         if self.draft:
             parts["draft model"] = self.draft
         listed = ", ".join(f"{name} {size // _MIB} MiB" for name, size in parts.items())
         what = " for the draft model" if self.is_for_draft else ""
         return f"{self.total // _MIB} MiB are needed{what} ({listed}); {self.free // _MIB} MiB are free"
+
+
+Plans = list[tuple[torch.device, Plan]]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """How a peer is going to load its layers."""
+
+    context: int
+    ranges: list[LayerRange]
+    """Of the slice's parts, one for each device that gets one."""
+    slots: int
+    devices: Plans
+
+    def words(self) -> list[str]:
+        """A line for each device."""
+        return [f"{place}: {plan.words()}" for place, plan in self.devices]
+
+
+def cache_positions(context: int) -> int:
+    """Of a sequence's cache: graphs pad blocks to a bucket, and what they write past the end must still be inside."""
+    return context + limits.MAX_CANDIDATES + 1
+
+
+def plan_load(
+    folder: Path | str,
+    layers: LayerRange,
+    *,
+    dtype: str,
+    devices: Sequence[str],
+    draft_device: str | None = None,
+    draft: str = "none",
+    weights: str = UNQUANTISED,
+    slots: int | None = None,
+    path: str = "auto",
+    context: int | None = None,
+    is_context_named: bool = True,
+    is_early: bool = False,
+) -> LoadPlan:
+    """The plan of a load with these arguments (`Engine.load`'s), against what is free now.
+
+    Args:
+        folder: the model's; its weights need not be there yet.
+        context: positions at the most; None, or more than the model was made for, is what it was made for.
+        is_context_named: `context` has to fit; otherwise the largest up to it that does is taken.
+        is_early: the load comes later: a context that is not named leaves something of what is free, and is a multiple
+            of LEAST_CONTEXT.
+
+    Raises:
+        NotEnoughMemory: with the numbers: the named context does not fit, or too little does.
+    """
+    places = [torch.device(each) for each in devices]
+    if slots is None:
+        slots = limits.MAX_SESSIONS if places[0].type == "cpu" else limits.MAX_GPU_SESSIONS
+    most = read_shape(Path(folder)).max_context
+    is_named = context is not None and is_context_named
+    wanted = min(context or most, most)
+    drafting = torch.device(draft_device or places[0])
+    free = {indexed(each): free_memory(each) for each in (*places, drafting)}
+    ranges = split_range(layers, [free[indexed(place)] for place in places]) if len(places) > 1 else [layers]
+    if is_early and not is_named:
+        free = {place: size - size // _SPARE for place, size in free.items()}
+
+    def plans_at(positions: int) -> Plans:
+        return plans_for(
+            folder,
+            ranges,
+            places,
+            draft=draft if layers.first == 0 else "none",
+            draft_device=drafting,
+            dtype=dtype,
+            weights=weights,
+            slots=slots,
+            context=positions,
+            path=path,
+            free=free,
+        )
+
+    plans = plans_at(wanted)
+    if not _fit(plans):
+        least = wanted if is_named else min(limits.LEAST_CONTEXT, wanted)
+        largest = largest_context(plans_at, wanted)
+        if largest < least:
+            _refuse(plans_at(least), largest, layers)
+        if is_early:
+            largest -= largest % limits.LEAST_CONTEXT  # so that it is the same after a restart, more often than not
+        wanted, plans = largest, plans_at(largest)
+    return LoadPlan(wanted, ranges, slots, plans)
+
+
+def largest_context(plans_at: Callable[[int], Plans], most: int) -> int:
+    """The largest context up to `most` whose plans fit; 0 where not even one position does."""
+    fits, too_large = 0, most + 1
+    while too_large - fits > 1:
+        middle = (fits + too_large) // 2
+        if _fit(plans_at(middle)):
+            fits = middle
+        else:
+            too_large = middle
+    return fits
+
+
+def _fit(plans: Plans) -> bool:
+    return all(plan.fits for _, plan in plans)
+
+
+def _refuse(plans: Plans, largest: int, layers: LayerRange) -> None:
+    """Raises NotEnoughMemory for the first device that is too small, with the numbers and what would fit."""
+    for place, plan in plans:
+        if plan.fits:
+            continue
+        if largest > 0:
+            advice = f"a context of {largest} would fit"
+        elif plan.is_for_draft:
+            advice = "draft on another device, or with a smaller model"
+        elif len(layers) > 1:
+            advice = "hold fewer layers, or run them with int8 weights"
+        else:
+            advice = "not one layer of this model fits there"
+        raise NotEnoughMemory(f"{place}: {plan.words()}; {advice}")
+
+
+def split_range(layers: LayerRange, free_bytes: Sequence[int]) -> list[LayerRange]:
+    """`layers` over devices with so much free memory, in order; a device too many gets none."""
+    count = min(len(layers), len(free_bytes))
+    shares = share_layers(len(layers), [None] * count, list(free_bytes[:count]))
+    return [LayerRange(layers.first + each.first, layers.first + each.last) for each in shares]
 
 
 def plan_slice(
@@ -86,46 +203,67 @@ def plan_slice(
     slots: int,
     free: int,
     is_gpu: bool,
+    path: str | None = None,
     draft: int = 0,
+    verdict_rows: int = BLOCK_ROWS,
 ) -> Plan:
-    """The plan of one slice of the model in `folder`, from its config alone."""
-    shape = check_folder(Path(folder))
+    """The plan of one slice of the model in `folder`; `path` is `path_of`'s, by default the best for the device."""
+    shape = read_shape(Path(folder))
     size = size_bytes(range_tensors(shape, layers), dtype)
     if weights == INT8:
         size -= int8_saving(shape, len(layers), dtype)
     per_position = 2 * len(layers) * shape.kv_heads * shape.head_dim * DTYPE_BYTES[dtype]
     # The rotary tables stand for the same positions.
     per_position += -(-2 * shape.head_dim * DTYPE_BYTES[dtype] // slots)
+    workspace = workspace_bytes(
+        shape,
+        layers,
+        dtype,
+        positions=cache_positions(context),
+        path=path or ("fused" if is_gpu else "eager"),
+        is_gpu=is_gpu,
+        weights=weights,
+        verdict_rows=verdict_rows,
+    )
     return Plan(
         weights=size,
         cache_per_position=per_position,
         context=context,
         slots=slots,
-        workspace=workspace_bytes(shape, layers, dtype, is_gpu=is_gpu, weights=weights),
+        workspace=workspace,
         draft=draft,
         free=free,
     )
 
 
 def plan_draft(
-    folder: Path | str, *, dtype: str, context: int, slots: int, is_gpu: bool, is_embedding_shared: bool = True
+    folder: Path | str,
+    *,
+    dtype: str,
+    context: int,
+    slots: int,
+    is_gpu: bool,
+    path: str | None = None,
+    is_embedding_shared: bool = True,
 ) -> int:
     """Bytes of a whole draft model with its caches, beside a slice that counts what a device needs once.
 
     Args:
         is_embedding_shared: whether a draft that was made for its target finds the target's embedding on its device.
     """
-    alone = plan_draft_alone(folder, dtype=dtype, context=context, slots=slots, free=0, is_gpu=is_gpu)
-    total = alone.total - (_CUDA_CONTEXT_BYTES if is_gpu else 0)
+    alone = plan_draft_alone(folder, dtype=dtype, context=context, slots=slots, free=0, is_gpu=is_gpu, path=path)
+    total = alone.total - (CUDA_CONTEXT_BYTES if is_gpu else 0)
     if is_embedding_shared and is_draft(folder):
-        shape = SliceShape.of(read_config(folder))
-        total -= shape.vocabulary * shape.width * DTYPE_BYTES[dtype]
+        shape = read_shape(Path(folder))
+        total -= shape.vocabulary * shape.hidden_size * DTYPE_BYTES[dtype]
     return total
 
 
-def plan_draft_alone(folder: Path | str, *, dtype: str, context: int, slots: int, free: int, is_gpu: bool) -> Plan:
+def plan_draft_alone(
+    folder: Path | str, *, dtype: str, context: int, slots: int, free: int, is_gpu: bool, path: str | None = None
+) -> Plan:
     """The plan of a draft model on a device that has nothing of the slice: an embedding is its own there."""
-    shape = SliceShape.of(read_config(folder))
+    shape = read_shape(Path(folder))
     plan = plan_slice(
         folder,
         LayerRange(0, shape.layers),
@@ -135,12 +273,14 @@ def plan_draft_alone(folder: Path | str, *, dtype: str, context: int, slots: int
         slots=slots,
         free=free,
         is_gpu=is_gpu,
+        path=path,
+        verdict_rows=1,
     )
     size = plan.weights
     if is_draft(folder):
         # The head has some of the tokens, also where the whole model's is its embedding.
-        row = shape.width * DTYPE_BYTES[dtype]
-        size += len(read_draft(folder).tokens) * row - (0 if shape.is_tied else shape.vocabulary * row)
+        row = shape.hidden_size * DTYPE_BYTES[dtype]
+        size += len(read_draft(folder).tokens) * row - (0 if shape.tied else shape.vocabulary * row)
     return replace(plan, weights=size, is_for_draft=True)
 
 
@@ -154,38 +294,9 @@ def int8_saving(shape: ModelShape, layers: int, dtype: str) -> int:
     return layers * (each - small)
 
 
-def workspace_bytes(shape: ModelShape, layers: LayerRange, dtype: str, *, is_gpu: bool, weights: str = "") -> int:
-    """Static buffers of a forward and, on a GPU, graphs and the libraries' own."""
-    rows = max(*BUCKETS, limits.PREFILL_CHUNK_ROWS)
-    queries = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    width = 5 * shape.hidden_size + 2 * queries + 3 * shape.intermediate_size
-    size = rows * width * DTYPE_BYTES[dtype]
-    if layers.last >= shape.layers:
-        size += max(BUCKETS) * shape.vocabulary * (DTYPE_BYTES[dtype] + 4)
-    if weights == INT8:
-        # Wide blocks widen one weight at a time, and narrow ones split their rows into planes.
-        size += max(2 * shape.intermediate_size, queries) * shape.hidden_size * DTYPE_BYTES[dtype]
-        size += 3 * rows * max(shape.intermediate_size, shape.hidden_size, queries)
-    return size + (_GRAPH_BYTES + _CUDA_CONTEXT_BYTES if is_gpu else _HOST_WORKSPACE_BYTES)
-
-
-def require(plan: Plan, device: torch.device | str) -> None:
-    """Raises NotEnoughMemory, with the numbers and what would fit, unless the plan does."""
-    if plan.fits:
-        return
-    largest = plan.largest_context()
-    if largest > 0:
-        advice = f"a context of {largest} would fit"
-    elif plan.is_for_draft:
-        advice = "draft on another device, or with a smaller model"
-    else:
-        advice = "hold fewer layers, or run them with int8 weights"
-    raise NotEnoughMemory(f"{device}: {plan.words()}; {advice}")
-
-
 def free_memory(device: torch.device) -> int:
     """Bytes; 0 where it is not known."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory()[0]
+    return max(1, torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else host_memory()[0]
 
 
 def plans_for(
@@ -199,7 +310,9 @@ def plans_for(
     weights: str,
     slots: int,
     context: int,
-) -> list[tuple[torch.device, Plan]]:
+    path: str = "auto",
+    free: Mapping[torch.device, int] | None = None,
+) -> Plans:
     """What each device is to hold: the slice's parts in order, then a draft that is on none of their devices.
 
     Args:
@@ -207,10 +320,17 @@ def plans_for(
         draft: `none`, `ngram` or `model:PATH`.
         slots: sequences at once, on a GPU.
         context: positions of a sequence.
+        path: one of `running.PATHS`.
+        free: bytes of each device; what is free now, where it is not given.
     """
-    kind, _, path = draft.partition(":")
-    drafting = indexed(draft_device) if kind == "model" and path else None
-    plans: list[tuple[torch.device, Plan]] = []
+    kind, _, path_to_draft = draft.partition(":")
+    drafting = indexed(draft_device) if kind == "model" and path_to_draft else None
+    shape = read_shape(Path(folder))
+
+    def free_of(place: torch.device) -> int:
+        return free_memory(place) if free is None else free[indexed(place)]
+
+    plans: Plans = []
     # A device that is named again has what the parts before leave of it.
     used: dict[torch.device, int] = {}
     for layers, place in zip(ranges, places, strict=False):
@@ -220,11 +340,12 @@ def plans_for(
         drafts = 0
         if indexed(place) == drafting and not before:
             drafts = plan_draft(
-                path,
+                path_to_draft,
                 dtype=dtype,
                 context=context,
                 slots=counted,
                 is_gpu=is_gpu,
+                path=path_of(read_shape(Path(path_to_draft)), place, path),
                 is_embedding_shared=indexed(places[0]) == drafting,
             )
         plan = plan_slice(
@@ -234,23 +355,30 @@ def plans_for(
             weights=weights,
             context=context,
             slots=counted,
-            free=max(0, free_memory(place) - before),
+            free=_left(free_of(place), before),
             is_gpu=is_gpu,
+            path=path_of(shape, place, path),
             draft=drafts,
         )
         used[indexed(place)] = before + plan.total
         plans.append((place, plan))
     if drafting is not None and all(indexed(place) != drafting for place, _ in plans):
         plan = plan_draft_alone(
-            path,
+            path_to_draft,
             dtype=dtype,
             context=context,
             slots=_slots_on(drafting, slots),
-            free=free_memory(drafting),
+            free=free_of(drafting),
             is_gpu=drafting.type == "cuda",
+            path=path_of(read_shape(Path(path_to_draft)), drafting, path),
         )
         plans.append((drafting, plan))
     return plans
+
+
+def _left(free: int, taken: int) -> int:
+    """0 stays for what is not known."""
+    return max(1, free - taken) if free else 0
 
 
 def _slots_on(device: torch.device, slots: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -16,10 +17,11 @@ from peerllm.engine.results import Prefilled
 from peerllm.engine.tokens import Tokens
 from peerllm.models.drafts import check_draft, check_target, is_draft, shipped_for
 from peerllm.protocol import limits
-from peerllm.protocol.errors import EngineError, ProtocolError
+from peerllm.protocol.errors import BadRequest, EngineError, NotEnoughMemory, ProtocolError
 from peerllm.protocol.fields import from_map, to_map
-from peerllm.protocol.identity import LayerRange, ModelIdentity
+from peerllm.protocol.identity import UNQUANTISED, LayerRange, ModelIdentity
 from peerllm.protocol.requests import ChatMessage, Sampling
+from peerllm.protocol.tensors import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from peerllm.engine.engine import Engine
@@ -44,6 +46,7 @@ class Operations:
             "check_draft": self._check_draft,
             "find": self._find,
             "fetch": self._fetch,
+            "plan": self._plan,
             "models": self._models,
             "load": self._load,
             "tokenize": self._tokenize,
@@ -61,12 +64,21 @@ class Operations:
 
         Raises:
             PeerllmError: whatever the operation raises; ProtocolError for an unknown one or a field that is missing
-                or of the wrong kind.
+                or of the wrong kind; NotEnoughMemory where a device has no more to give.
         """
         handler = self._table.get(op)
         if handler is None:
             raise ProtocolError(f"operation {op[:32]!r} is not known to this worker")
-        return handler(header, payload)
+        try:
+            return handler(header, payload)
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            said = str(error).partition("\n")[0][:500]
+            words = f"{op}: memory ran out in spite of the plan ({said})"
+        # Outside of the handler: the error's frames hold what was made on the way.
+        _give_back()
+        raise NotEnoughMemory(f"{words}; end what else uses it, or start again with a smaller --context")
 
     # --- Models -----------------------------------------------------------------------------------------------------
 
@@ -112,38 +124,63 @@ class Operations:
     def _models(self, header: dict[str, Any], payload: bytes) -> Answer:
         return {"models": [to_map(each) for each in models.cached_models()]}, b""
 
+    def _plan(self, header: dict[str, Any], payload: bytes) -> Answer:
+        from peerllm.engine.memory import plan_load
+
+        self._unload()
+        found = plan_load(
+            Path(_text(header, "folder")),
+            _layers(header),
+            **self._held(header),
+            is_context_named=bool(header.get("is_context_named", False)),
+            is_early=True,
+        )
+        return {"context": found.context, "words": found.words()}, b""
+
     def _load(self, header: dict[str, Any], payload: bytes) -> Answer:
         folder = Path(_text(header, "folder"))
-        # What was loaded goes first: two slices need not fit at once.
-        self._engine = self._tokens = None
+        self._unload()
         threads = header.get("threads")
-        layers = _layers(header)
+        held = self._held(header)
         # Imported when it is needed: transformers' models take seconds, and a refusal needs none of them.
         from peerllm.engine.engine import Engine
 
-        draft = _optional_text(header, "draft") or "none"
-        if draft == "auto":
-            shipped = shipped_for(folder, self._progress)
-            draft = "ngram" if shipped is None else f"model:{shipped}"
         engine = Engine.load(
             folder,
-            layers,
-            dtype=_text(header, "dtype"),
-            devices=_text_list(header, "devices", ("cpu",)),
-            draft_device=_optional_text(header, "draft_device"),
+            _layers(header),
+            **held,
             threads=self._threads if threads is None else _uint(header, "threads"),
-            context=None if header.get("context") is None else _uint(header, "context"),
             wire_codec=_text(header, "codec"),
-            draft=draft,
-            weights=_optional_text(header, "weights") or "unquantised",
             progress=self._progress,
         )
         self._tokens = Tokens(folder)
         self._engine = engine
-        kind, _, path = draft.partition(":")
+        _give_back()
+        kind, _, path = held["draft"].partition(":")
         # A draft's folder without the way to it: the status goes to whoever may open the socket.
         drafted_by = (Path(path).name if path else kind) if engine.part.is_first else "none"
         return {**asdict(engine.loaded), **self._tokens.facts(), "draft": drafted_by}, b""
+
+    def _held(self, header: dict[str, Any]) -> dict[str, Any]:
+        """What `plan` and `load` are both told of what this peer is to hold, as keywords."""
+        draft = _optional_text(header, "draft") or "none"
+        if draft == "auto":
+            shipped = shipped_for(_text(header, "folder"), self._progress)
+            draft = "ngram" if shipped is None else f"model:{shipped}"
+        return {
+            "dtype": _choice(header, "dtype", tuple(DTYPE_BYTES)),
+            "devices": _text_list(header, "devices", ("cpu",)),
+            "draft_device": _optional_text(header, "draft_device"),
+            "draft": draft,
+            "weights": _optional_text(header, "weights") or UNQUANTISED,
+            "context": None if header.get("context") is None else _uint(header, "context"),
+        }
+
+    def _unload(self) -> None:
+        """What was loaded goes before something is planned or loaded: two slices need not fit at once."""
+        if self._engine is not None:
+            self._engine = self._tokens = None
+            _give_back()
 
     # --- Text ---------------------------------------------------------------------------------------------------------
 
@@ -230,6 +267,21 @@ class Operations:
         return self._tokens
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch has a type for a GPU's allocator alone; libraries and the CPU's say it in words."""
+    words = str(error).lower()
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
+        each in words for each in ("out of memory", "alloc_failed", "can't allocate memory")
+    )
+
+
+def _give_back() -> None:
+    """To the GPU, what nothing holds any more: a plan, of another process too, asks the driver what is free."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 def _prefilled(done: Prefilled) -> Answer:
     times = {"decode_us": done.decode_us, "layers_us": done.layers_us, "encode_us": done.encode_us}
     return times, done.payload
@@ -253,6 +305,13 @@ def _text(header: dict[str, Any], name: str, most: int = limits.MAX_TEXT_CHARS) 
     value = header.get(name)
     if type(value) is not str or len(value) > most:
         raise ProtocolError(f"{name} is not text")
+    return value
+
+
+def _choice(header: dict[str, Any], name: str, known: tuple[str, ...]) -> str:
+    value = _text(header, name)
+    if value not in known:
+        raise BadRequest(f"{name} {value[:32]!r} is not one of {', '.join(known)}", param=name)
     return value
 
 

@@ -90,12 +90,17 @@ def check_folder(folder: Path) -> ModelShape:
     """
     if not (folder / "config.json").is_file():
         raise ModelNotFound(f"{folder} holds no model: there is no config.json")
-    shape = check_config(read_json(folder / "config.json"), str(folder))
+    shape = read_shape(folder)
     tokenizer = folder / "tokenizer_config.json"
     if tokenizer.is_file() and read_json(tokenizer).get("auto_map"):
         raise ModelUnsupported(f"{folder}: its tokenizer brings code of its own (auto_map), which is never run")
     check_files([path.name for path in folder.iterdir()], str(folder))
     return shape
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """The shape of a model whose weights may all be absent still. Raises ModelUnsupported, ModelError."""
+    return check_config(read_json(folder / "config.json"), str(folder))
 
 
 def check_files(names: list[str], where: str) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from peerllm.models.allowlist import check_folder
+from peerllm.models.allowlist import check_folder, read_shape
 from peerllm.models.cache import Progress, no_progress
 from peerllm.models.checkpoint import Checkpoint, read_json
 from peerllm.models.identity import config_hash, folder_identity
@@ -159,14 +159,19 @@ def shipped(name: str) -> Path | None:
 
 
 def shipped_for(target: str | Path, progress: Progress = no_progress) -> Path | None:
-    """The draft in this package for the model in the folder `target`, whatever its name; None where there is none."""
-    config = config_hash(check_folder(Path(target)))
+    """The draft in this package for the model in the folder `target`, whatever its name; None where there is none.
+
+    While none of the target's weights are here its configuration decides: memory is planned for what may come.
+    """
+    config = config_hash(read_shape(Path(target)))
+    is_here = any(Path(target).glob("*.safetensors"))
     for name in sorted(path.name for path in _SHIPPED.glob("*")):
         folder = shipped(name)
         # Only a target of the same shape is worth the hashing of its files.
         if folder is None or read_draft(folder).target.config != config:
             continue
         with contextlib.suppress(DraftMismatch):
-            check_target(folder, target, progress)
+            if is_here:
+                check_target(folder, target, progress)
             return folder
     return None

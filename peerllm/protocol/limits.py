@@ -89,6 +89,14 @@ MAX_SESSIONS = 4
 """Sequences that an engine holds at once: each takes a whole context's keys and values."""
 MAX_GPU_SESSIONS = 2
 """The same on a GPU, whose memory is taken at once and not as it is written."""
+ATTENTION_SCORES_BYTES = 128 * MIB
+"""A block's attention scores where they are made whole (graphs of the modules); heads beyond it take turns."""
+ATTENTION_SCORE_BYTES = 8
+"""Of one of them at the most: float32, before the softmax and after it."""
+VERDICT_ROWS_AT_ONCE = 16
+"""Rows whose tokens are chosen at once: noise and a sort take thirty bytes for each token of the vocabulary."""
+LEAST_CONTEXT = 256
+"""Where nobody named a context, fewer positions than these are not worth loading for."""
 
 # --- Model files ----------------------------------------------------------------------------------------------------
 MAX_CHECKPOINT_HEADER_BYTES = 16 * MIB

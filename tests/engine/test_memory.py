@@ -7,12 +7,13 @@ import json
 import pytest
 import torch
 
-from peerllm.engine import memory
+from peerllm.engine import memory, workspace
 from peerllm.engine.drafting.build import build_drafter
 from peerllm.engine.engine import Engine
+from peerllm.engine.operations import Operations
 from peerllm.engine.shapes import named_config
 from peerllm.models.allowlist import check_folder
-from peerllm.protocol.errors import NotEnoughMemory
+from peerllm.protocol.errors import EngineError, NotEnoughMemory
 from peerllm.protocol.identity import LayerRange
 from tests.engine.cut_drafts import whole_draft
 
@@ -67,8 +68,10 @@ def test_the_plan_of_weights_and_cache_is_what_an_engine_then_holds(tiny):
 
 
 def test_the_largest_context_is_the_largest_that_fits(qwen):
-    plan = _plan(qwen[0], LayerRange(14, 28), free=CARD + 2 * GIB)
-    largest = plan.largest_context()
+    def plans_at(context):
+        return [(torch.device("cuda"), _plan(qwen[0], LayerRange(14, 28), free=CARD + 2 * GIB, context=context))]
+
+    largest = memory.largest_context(plans_at, 1 << 20)
     assert _plan(qwen[0], LayerRange(14, 28), free=CARD + 2 * GIB, context=largest).fits
     assert not _plan(qwen[0], LayerRange(14, 28), free=CARD + 2 * GIB, context=largest + 1).fits
 
@@ -105,7 +108,7 @@ def _fake_gpus(monkeypatch, **free):
         return free[str(device).replace(":", "_")]
 
     monkeypatch.setattr(memory, "free_memory", free_memory)
-    monkeypatch.setattr("peerllm.engine.engine.free_memory", free_memory)
+    monkeypatch.setattr(memory, "path_of", lambda shape, device, path: "eager" if device.type == "cpu" else "fused")
     monkeypatch.setattr("peerllm.engine.engine.load_weights", read)
     return Read
 
@@ -132,7 +135,7 @@ def test_a_draft_is_planned_on_its_own_device_or_beside_the_layers_that_are_ther
         assert apart["cuda:0"].total + beside["cuda:0"].draft == beside["cuda:0"].total
     # What a process takes of a GPU is counted on each, once.
     apart = _plans(target, [(0, 14)], ["cuda:0"], draft, "cuda:1")["cuda:1"]
-    assert apart.total - beside["cuda:0"].draft == memory._CUDA_CONTEXT_BYTES
+    assert apart.total - beside["cuda:0"].draft == workspace.CUDA_CONTEXT_BYTES
     spread = _plans(target, [(0, 7), (7, 14)], ["cuda:0", "cuda:1"], draft, "cuda:1")
     assert [(place, plan.draft > 0) for place, plan in spread.items()] == [("cuda:0", False), ("cuda:1", True)]
 
@@ -151,7 +154,15 @@ def test_a_device_that_is_named_twice_holds_both_parts_and_one_draft(qwen, monke
 
 def test_int8_weights_need_room_to_be_widened_in(qwen):
     spaces = [
-        memory.workspace_bytes(check_folder(qwen[0]), LayerRange(0, 14), "float16", is_gpu=True, weights=weights)
+        workspace.workspace_bytes(
+            check_folder(qwen[0]),
+            LayerRange(0, 14),
+            "float16",
+            positions=4161,
+            path="fused",
+            is_gpu=True,
+            weights=weights,
+        )
         for weights in ("", "int8")
     ]
     assert spaces[1] - spaces[0] > 250 << 20  # gate and up of 7B in float16
@@ -227,3 +238,77 @@ def test_a_cut_draft_beside_later_layers_has_an_embedding_of_its_own(tiny, tmp_p
     with_the_first = _plans(target, *both, cut, "cuda:0", dtype="float32")["cuda:0"].draft
     with_the_second = _plans(target, *both, cut, "cuda:1", dtype="float32")["cuda:1"].draft
     assert with_the_second - with_the_first == 304 * 64 * 4
+
+
+def _card(monkeypatch, free):
+    _fake_gpus(monkeypatch, cuda_0=free)
+    return {"dtype": "float16", "devices": ("cuda:0",), "weights": "int8"}
+
+
+def test_beside_a_draft_the_context_is_the_largest_too(qwen, monkeypatch):
+    """Its caches end where the slice's end: they are not counted for the context that the model was made for."""
+    target, draft = qwen
+    card = _card(monkeypatch, CARD) | {"draft": f"model:{draft}"}
+    largest = memory.plan_load(target, LayerRange(0, 14), **card).context
+    assert 4096 < largest < 32768
+    memory.plan_load(target, LayerRange(0, 14), context=largest, **card)
+    with pytest.raises(NotEnoughMemory, match=f"a context of {largest} would fit"):
+        memory.plan_load(target, LayerRange(0, 14), context=largest + 1, **card)
+
+
+def test_a_context_that_is_chosen_early_leaves_room_and_is_a_round_number(qwen, monkeypatch):
+    card = _card(monkeypatch, CARD - GIB)
+    late = memory.plan_load(qwen[0], LayerRange(14, 28), **card).context
+    early = memory.plan_load(qwen[0], LayerRange(14, 28), **card, is_early=True)
+    assert early.context < late and early.context % 256 == 0
+    assert early.devices[0][1].total < (CARD - GIB) * 31 // 32
+    # Up to a wish, and no further.
+    wish = {"context": 1000, "is_context_named": False, "is_early": True}
+    assert memory.plan_load(qwen[0], LayerRange(14, 28), **card, **wish).context == 1000
+    with pytest.raises(NotEnoughMemory):
+        memory.plan_load(qwen[0], LayerRange(14, 28), **card, context=late + 1, is_early=True)
+    assert memory.plan_load(qwen[0], LayerRange(14, 28), **card, context=late, is_early=True).context == late
+
+
+def test_a_context_too_small_to_be_of_use_is_refused_unless_it_was_named(qwen, monkeypatch):
+    layers = LayerRange(14, 28)
+    needed = _plan(qwen[0], layers, weights="int8", context=100, slots=2).total
+    card = _card(monkeypatch, needed)
+    with pytest.raises(NotEnoughMemory, match=r"keys and values of 256 positions .* a context of 100 would fit"):
+        memory.plan_load(qwen[0], layers, **card)
+    assert memory.plan_load(qwen[0], layers, **card, context=100).context == 100
+
+
+def test_a_plan_needs_the_configuration_alone(qwen, monkeypatch):
+    (qwen[0] / "model.safetensors").unlink()
+    card = _card(monkeypatch, CARD)
+    assert memory.plan_load(qwen[0], LayerRange(14, 28), **card, context=512).context == 512
+
+
+def test_a_device_that_its_first_part_fills_has_no_room_for_the_second(qwen, monkeypatch):
+    half = _plan(qwen[0], LayerRange(14, 21), slots=2, context=512).total
+    _fake_gpus(monkeypatch, cuda_0=half)
+    with pytest.raises(NotEnoughMemory):
+        memory.plan_load(qwen[0], LayerRange(14, 28), dtype="float16", devices=("cuda:0", "cuda:0"), context=512)
+
+
+def test_the_worker_plans_as_it_loads(tiny, monkeypatch):
+    """With what it holds given up first, and the draft that it would find."""
+    folder = str(tiny("llama").folder)
+    operations = Operations(threads=None, progress=lambda *_: None)
+    asked = {"folder": folder, "layers": [0, 4], "dtype": "float32", "codec": "exact", "draft": "auto"}
+    operations.perform("load", {**asked, "context": 64}, b"")
+    monkeypatch.setattr("peerllm.engine.operations.shipped_for", lambda target, progress: tiny("llama").draft)
+    answer, _ = operations.perform("plan", {**asked, "context": 400}, b"")
+    assert answer["context"] == 400
+    (words,) = answer["words"]
+    assert words.startswith("cpu: ") and "keys and values of 400 positions" in words and "draft model" in words
+    with pytest.raises(EngineError, match="no model is loaded"):
+        operations.perform("tokenize", {"prompt": "x"}, b"")
+    needed = _plan(folder, LayerRange(0, 4), dtype="float32", context=511, is_gpu=False).total
+    monkeypatch.setattr(memory, "host_memory", lambda: (needed, 1 << 40))
+    with pytest.raises(NotEnoughMemory):
+        operations.perform("plan", {**asked, "draft": "none", "context": 512, "is_context_named": True}, b"")
+    monkeypatch.setattr(memory, "host_memory", lambda: (needed * 32 // 31, 1 << 40))
+    answer, _ = operations.perform("plan", {**asked, "draft": "none", "context": 512}, b"")
+    assert answer["context"] == 256

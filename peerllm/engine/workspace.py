@@ -1,0 +1,106 @@
+"""What a forward and a verdict take beside weights and caches: static buffers, and what the modules make on their way.
+
+Bounds from the code that takes it; tests measure them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from peerllm.models.allowlist import ModelShape
+from peerllm.protocol import limits
+from peerllm.protocol.identity import INT8, LayerRange
+from peerllm.protocol.tensors import DTYPE_BYTES
+
+GRAPH_BYTES = 64 * limits.MIB
+"""Of the graphs of one model: kernels' nodes and what the driver keeps for them. Measured 30 to 50 MiB."""
+CUDA_CONTEXT_BYTES = 408 * limits.MIB
+"""torch's and cuBLAS's workspaces, the kernels' code and the allocator's rounding, once for a process: what an H200 had
+less than before, beyond what the rest of the plan says."""
+HOST_BYTES = 128 * limits.MIB
+"""The same of a process on a CPU."""
+BLOCK_ROWS = limits.MAX_CANDIDATES + 1
+"""Of the longest block; a draft's verdict has one."""
+_ROWS = max(BLOCK_ROWS, limits.PREFILL_CHUNK_ROWS)
+_CHOICE_BYTES = 36
+"""Of one logit whose row is chosen (`sampling.choose`), top-p's sort and the noise's int64 words included."""
+_GRAPH_CHOICE_BYTES = 28
+"""The same in a graph (`choosing.Chooser.judge`), where all rows are chosen at once and the sort takes few of them."""
+_FUSED_HEAD_DIMS = (32, 64, 128)
+
+
+def path_of(shape: ModelShape, device: torch.device, path: str = "auto") -> str:
+    """`eager`, `graph` or `fused`: what `running.make_static` makes of `path` there, from the config alone."""
+    if path != "auto":
+        return path
+    if device.type != "cuda":
+        return "eager"
+    # Imports transformers, which takes seconds: not for a machine that has no use for it.
+    from peerllm.engine import fused
+
+    return "fused" if fused.is_available(device) and is_fusible(shape) else "graph"
+
+
+def is_fusible(shape: ModelShape) -> bool:
+    """`fused.supports` before there are modules."""
+    return not shape.mlp_bias and shape.activation == "silu" and shape.head_dim in _FUSED_HEAD_DIMS
+
+
+def workspace_bytes(
+    shape: ModelShape,
+    layers: LayerRange,
+    dtype: str,
+    *,
+    positions: int,
+    path: str,
+    is_gpu: bool,
+    weights: str = "",
+    verdict_rows: int = BLOCK_ROWS,
+) -> int:
+    """Bytes beside weights and caches.
+
+    Args:
+        positions: of one sequence's cache.
+        path: one that `path_of` gives.
+        verdict_rows: the most that are judged at once.
+    """
+    queries = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    width = 5 * shape.hidden_size + 2 * queries + 3 * shape.intermediate_size
+    size = _ROWS * width * DTYPE_BYTES[dtype]
+    # A layer's attention is over when a verdict begins.
+    passing = attention_bytes(shape, dtype, positions=positions, path=path)
+    if layers.last >= shape.layers:
+        logits = shape.vocabulary * DTYPE_BYTES[dtype]
+        if path != "eager":
+            size += BLOCK_ROWS * logits  # the static ones
+        passing = max(passing, choice_bytes(shape.vocabulary, dtype, rows=verdict_rows, path=path))
+    size += passing
+    if weights == INT8:
+        # Wide blocks widen one weight at a time, and narrow ones split their rows into planes.
+        size += max(2 * shape.intermediate_size, queries) * shape.hidden_size * DTYPE_BYTES[dtype]
+        size += 3 * _ROWS * max(shape.intermediate_size, shape.hidden_size, queries)
+    return size + (GRAPH_BYTES + CUDA_CONTEXT_BYTES if is_gpu else HOST_BYTES)
+
+
+def attention_bytes(shape: ModelShape, dtype: str, *, positions: int, path: str) -> int:
+    """Of one layer over a chunk of a prompt whose last row sees `positions` (`attention.grouped_attention`)."""
+    if path == "fused":
+        return 0  # it reads the cache where it lies; its partial sums are among the buffers
+    each, groups = DTYPE_BYTES[dtype], shape.heads // shape.kv_heads
+    if path == "eager":
+        # The mask for a row and for a group's, as bools and as numbers; a CPU copies half-precision keys and values.
+        copied = 2 * shape.kv_heads * shape.head_dim * each if each < DTYPE_BYTES["float32"] else 0
+        return positions * (_ROWS * (1 + groups * (1 + each)) + copied)
+    one_head = limits.ATTENTION_SCORE_BYTES * groups * _ROWS * positions
+    scores = max(one_head, min(shape.kv_heads * one_head, limits.ATTENTION_SCORES_BYTES))
+    return scores + 2 * _ROWS * positions
+
+
+def choice_bytes(vocabulary: int, dtype: str, *, rows: int, path: str) -> int:
+    """Of choosing from `rows` rows, the head's output included."""
+    if path == "fused":
+        return 4 * BLOCK_ROWS * vocabulary
+    logits = rows * vocabulary * DTYPE_BYTES[dtype]
+    if path == "eager":
+        return logits + min(rows, limits.VERDICT_ROWS_AT_ONCE) * _CHOICE_BYTES * vocabulary
+    return logits + rows * _GRAPH_CHOICE_BYTES * vocabulary
