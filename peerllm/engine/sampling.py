@@ -10,6 +10,7 @@ import torch
 
 from peerllm.engine import noise
 from peerllm.engine.cutting import top_p_threshold
+from peerllm.protocol import limits
 from peerllm.protocol.errors import NonFinite
 from peerllm.protocol.requests import Sampling
 
@@ -60,9 +61,13 @@ def choose(
     Raises:
         NonFinite: a logit is NaN or infinite; an argmax over it would be an arbitrary token.
     """
-    if not bool(torch.isfinite(logits).all()):
-        raise NonFinite("the model gave logits that are not finite; its weights or its dtype do not fit")
-    return scores_of(logits, sampling, positions, tokens).argmax(dim=-1)
+    choices = []
+    at_once = limits.VERDICT_ROWS_AT_ONCE
+    for some, at in zip(logits.split(at_once), positions.split(at_once), strict=True):
+        if not bool(torch.isfinite(some).all()):
+            raise NonFinite("the model gave logits that are not finite; its weights or its dtype do not fit")
+        choices.append(scores_of(some, sampling, at, tokens).argmax(dim=-1))
+    return choices[0] if len(choices) == 1 else torch.cat(choices)
 
 
 def count_agreeing(candidates: list[int], choices: list[int]) -> int:
