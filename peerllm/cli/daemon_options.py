@@ -37,7 +37,12 @@ def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights", choices=WEIGHTS, help="of this peer's layers: auto (default) as they come, int8 in half of float16"
     )
-    parser.add_argument("--context", type=int, metavar="N", help="tokens that the caches hold; default: the model's")
+    parser.add_argument(
+        "--context",
+        type=int,
+        metavar="N",
+        help="tokens that the caches hold; default: the model's, or what fits both peers",
+    )
     parser.add_argument(
         "--devices",
         "--device",
@@ -188,9 +193,11 @@ class Terminal:
             return f"Connected ({notice.path or 'unknown path'}{rtt})."
         if isinstance(notice, events.ReadyToServe):
             role = "drafts" if notice.is_drafting else "verifies"
+            most = f" of the model's {notice.max_context}" if notice.context < notice.max_context else ""
             return (
                 f"Ready: {printable(notice.model)}, layers {notice.layers} of {notice.all_layers} here, "
-                f'context {notice.context}; this peer {role}.\nAsk: peerllm ask "…" --socket {self._config.socket}'
+                f"context {notice.context}{most}; this peer {role}.\n"
+                f'Ask: peerllm ask "…" --socket {self._config.socket}'
             )
         raise TypeError(f"no words for {type(notice).__name__}")
 

@@ -61,10 +61,12 @@ def _daemon(status: dict[str, Any]) -> Iterator[Line]:
 
 def _model(model: dict[str, Any]) -> Iterator[Line]:
     if model:
+        context, most = model.get("context"), model.get("max_context")
+        less = "" if most in (None, context) else f" of the model's {most}"
         yield (
             "model",
-            f"{model.get('name')}, {model.get('layers')} layers in {model.get('dtype')}, context "
-            f"{model.get('context')}, codec {model.get('codec')}",
+            f"{model.get('name')}, {model.get('layers')} layers in {model.get('dtype')}, context {context}{less}, "
+            f"codec {model.get('codec')}",
         )
 
 

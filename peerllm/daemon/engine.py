@@ -76,6 +76,13 @@ class Engine:
             raise RoomIncomplete("the engine is not running yet")
         return await self._worker.call(op, payload, deadline=deadline, **arguments)
 
+    async def plan(self, **arguments: Any) -> dict[str, Any]:
+        """What would fit, were it loaded. The worker gives up what it holds first, as for `load`."""
+        if self._load is not None:
+            await self._settled.wait()
+        self.loaded = None
+        return (await self.call("plan", **arguments)).values
+
     async def load(self, **arguments: Any) -> dict[str, Any]:
         """Loads this peer's layers; remembered for the worker's successors."""
         if self._load is not None:

@@ -52,6 +52,8 @@ class ReadyToServe:
     all_layers: int
     is_drafting: bool
     context: int
+    max_context: int
+    """The model's."""
 
 
 @dataclass(frozen=True, slots=True)

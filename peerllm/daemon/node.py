@@ -181,7 +181,14 @@ class Node:
             )
         self._state = "ready"
         self._person.tell(
-            ReadyToServe(agreed.model, agreed.layers, agreed.all_layers, agreed.is_drafting, agreed.boundary.context)
+            ReadyToServe(
+                agreed.model,
+                agreed.layers,
+                agreed.all_layers,
+                agreed.is_drafting,
+                agreed.boundary.context,
+                agreed.max_context,
+            )
         )
 
     async def _stop_serving(self, error: PeerllmError) -> None:
@@ -361,6 +368,7 @@ class Node:
                 "codec": boundary.codec,
                 "dtype": boundary.dtype,
                 "context": boundary.context,
+                "max_context": agreed.max_context,
             }
             status["peers"] = [
                 _peer(True, agreed.layers, agreed.is_drafting, agreed.weights),

@@ -1,11 +1,15 @@
-"""From a link that is up to layers that are loaded: offer, answer, plan, fetch, load, ready."""
+"""From a link that is up to layers that are loaded: offer, answer, plan, fetch, load, ready.
+
+Each side plans its memory before it says its part of the agreement, so that what does not fit is refused, and how much
+context fits both is known, before a byte of the layers is fetched.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import structlog
@@ -29,6 +33,7 @@ from peerllm.protocol.errors import (
     DownloadNeeded,
     DraftMismatch,
     ModelNotFound,
+    NotEnoughMemory,
     PeerAway,
     PeerllmError,
     ProtocolError,
@@ -37,6 +42,7 @@ from peerllm.protocol.errors import (
 from peerllm.protocol.fields import from_map, to_map
 from peerllm.protocol.identity import INT8, UNQUANTISED, LayerRange, ModelIdentity
 from peerllm.protocol.messages import Answer, Loading, Message, Offer, Plan, Ready, Refusal
+from peerllm.protocol.tensors import DTYPE_BYTES
 
 log = structlog.get_logger(__name__)
 
@@ -58,6 +64,8 @@ class Agreed:
     their_layers: LayerRange
     all_layers: int
     boundary: Boundary
+    max_context: int
+    """What the model was made for; the boundary's may be less."""
     weights: str = UNQUANTISED
     their_weights: str = UNQUANTISED
     """What each side runs its layers' weights as."""
@@ -65,6 +73,29 @@ class Agreed:
     @property
     def is_drafting(self) -> bool:
         return self.layers.first == 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What the worker holds."""
+
+    tensors: str
+    layers: LayerRange
+    dtype: str
+    codec: str
+    context: int
+    is_context_named: bool = field(compare=False)
+
+    def fitting(self, wanted: _Loaded) -> int | None:
+        """The context that it has for `wanted`, where that is the same but for the context; None: plan anew.
+
+        A context that memory decided stays what it was, so that answers in the making outlive the other side's process.
+        """
+        if replace(wanted, context=self.context) != self:
+            return None
+        if wanted.context <= self.context:
+            return wanted.context
+        return None if wanted.is_context_named or self.is_context_named else self.context
 
 
 class Setup:
@@ -78,7 +109,7 @@ class Setup:
         self._model: dict[str, Any] | None = None
         self._progress = Progress("starting", 0.0)
         self._is_download_allowed = config.is_download_allowed
-        self._loaded_plan: tuple[Any, ...] | None = None
+        self._loaded: _Loaded | None = None
 
     def progressed(self, stage: str, fraction: float) -> None:
         """The worker reports; the person sees it, and the other peer is told while it waits."""
@@ -107,6 +138,8 @@ class Setup:
                 await self._engine.call("check_draft", folder=draft, target=target)
             except PeerllmError as error:
                 raise DraftMismatch(f"--draft {self._config.draft}: {error.message}") from None
+        if self._model is not None:
+            await self._check_memory(self._model)
 
     async def agree(self, channel: MessageChannel, *, is_opener: bool, offer: Offer | None = None) -> Agreed:
         """Both sides end with the same plan and their layers loaded, or with the same refusal.
@@ -119,13 +152,14 @@ class Setup:
         """
         try:
             if is_opener:
-                offer, plan, their_weights = await self._as_opener(channel)
+                offer, answer, plan = await self._as_opener(channel)
+                their_weights = answer.identity.weights
                 mine, theirs = plan.opener_layers, plan.joiner_layers
             else:
-                offer, plan = await self._as_joiner(channel, offer)
+                offer, answer, plan = await self._as_joiner(channel, offer)
                 their_weights = offer.identity.weights
                 mine, theirs = plan.joiner_layers, plan.opener_layers
-            width = await self._load(channel, offer, plan, mine)
+            width = await self._load(channel, offer, answer, plan, mine)
         except PeerAway:
             raise
         except PeerllmError as error:
@@ -140,12 +174,12 @@ class Setup:
             their_layers=theirs,
             all_layers=offer.identity.layers,
             boundary=Boundary(offer.codec, plan.dtype, width, plan.context),
+            max_context=int(self._found["max_context"]),
             weights=self._weights,
             their_weights=their_weights,
         )
 
-    async def _as_opener(self, channel: MessageChannel) -> tuple[Offer, Plan, str]:
-        """Offer, plan, and what the joiner runs its weights as."""
+    async def _as_opener(self, channel: MessageChannel) -> tuple[Offer, Answer, Plan]:
         if self._model is None:
             raise ModelNotFound("the one who opens a room names the model: peerllm up --model M")
         model = self._model
@@ -159,14 +193,17 @@ class Setup:
             layers=self._config.layers,
             free_bytes=free_bytes(self._devices()),
             context=self._context(model),
+            is_context_named=self._config.context is not None,
         )
         await channel.send(offer)
         answer = await self._expect(channel, Answer)
         plan = make_plan(offer, answer)
+        async with self._saying_loading(channel):
+            plan = replace(plan, context=await self._fitting(offer, answer, plan, plan.opener_layers))
         await channel.send(plan)
-        return offer, plan, answer.identity.weights
+        return offer, answer, plan
 
-    async def _as_joiner(self, channel: MessageChannel, offer: Offer | None) -> tuple[Offer, Plan]:
+    async def _as_joiner(self, channel: MessageChannel, offer: Offer | None) -> tuple[Offer, Answer, Plan]:
         if offer is None:
             offer = await self._expect(channel, Offer)
         async with self._saying_loading(channel):
@@ -182,55 +219,106 @@ class Setup:
             layers=self._config.layers,
             free_bytes=free_bytes(self._devices()),
             context=self._context(model),
+            is_context_named=self._config.context is not None,
         )
-        make_plan(offer, answer)  # what cannot work is refused here too, in the same words
+        expected = make_plan(offer, answer)  # what cannot work is refused here too, in the same words
+        async with self._saying_loading(channel):
+            fitting = await self._fitting(offer, answer, expected, expected.joiner_layers)
+        answer = replace(answer, context=fitting)
         await channel.send(answer)
         plan = await self._expect(channel, Plan)
         check_plan(plan, offer, answer)
-        return offer, plan
+        return offer, answer, plan
 
-    async def _load(self, channel: MessageChannel, offer: Offer, plan: Plan, mine: LayerRange) -> int:
+    async def _check_memory(self, model: dict[str, Any]) -> None:
+        """What cannot fit whoever the other peer is, is said before there is one. Raises NotEnoughMemory."""
+        layers = int(model["layers"])
+        # In the dtype that takes the least: which one it will be is not known yet.
+        able = offered_dtypes(self._machine, self._config.dtype, self._devices())
+        dtype = min(able, key=lambda each: DTYPE_BYTES[each])
+        named = self._config.layers
+        # Without a name it is one end of the model at least, and which one is not known either.
+        ranges = [LayerRange(0, 1), LayerRange(layers - 1, layers)] if named is None else [named]
+        refused: list[NotEnoughMemory] = []
+        for each in ranges:
+            try:
+                await self._engine.plan(
+                    **self._held(model["folder"], each, dtype),
+                    context=self._context(model),
+                    is_context_named=self._config.context is not None,
+                )
+            except NotEnoughMemory as error:
+                refused.append(error)
+        if len(refused) == len(ranges):
+            raise refused[0]
+
+    async def _fitting(self, offer: Offer, answer: Answer, plan: Plan, mine: LayerRange) -> int:
+        """Up to the plan's context, the largest for which this side has memory beside its layers.
+
+        Raises:
+            NotEnoughMemory: too little, or one of the two users named a context that does not fit here.
+        """
+        wanted = _to_load(offer, answer, plan, mine)
+        if self._loaded is not None and (loaded := self._loaded.fitting(wanted)) is not None:
+            return loaded
+        held = self._held(self._found["folder"], mine, plan.dtype)
+        found = await self._engine.plan(**held, context=plan.context, is_context_named=wanted.is_context_named)
+        context = int(found["context"])
+        log.info("memory_planned", layers=str(mine), context=context, wanted=plan.context, devices=found["words"])
+        self.progressed(f"a context of {context} fits layers {mine}", 0.0)
+        return context
+
+    def _held(self, folder: str, layers: LayerRange, dtype: str) -> dict[str, Any]:
+        """What this peer is to hold, as `plan` and `load` are asked for it."""
+        return {
+            "folder": folder,
+            "layers": [layers.first, layers.last],
+            "dtype": dtype,
+            "devices": [device["device"] for device in self._devices()],
+            "draft_device": self._draft_device(),
+            "draft": self._config.draft if layers.first == 0 else "none",
+            "weights": self._weights,
+        }
+
+    async def _load(self, channel: MessageChannel, offer: Offer, answer: Answer, plan: Plan, mine: LayerRange) -> int:
         """Fetches and loads this side's layers, and waits for the other side's. Gives the hidden size."""
-        if self._model is None:
-            raise RuntimeError("nothing was described")
-        wanted = (offer.identity.tensors, mine, plan.dtype, plan.context, offer.codec)
+        wanted = _to_load(offer, answer, plan, mine)
         loading = asyncio.create_task(self._expect(channel, Ready), name="wait-for-ready")
         try:
             async with self._saying_loading(channel):
-                if self._loaded_plan != wanted or self._engine.loaded is None:
+                if self._loaded != wanted or self._engine.loaded is None:
+                    self._loaded = None
                     await self._fetch_and_load(offer, plan, mine)
-                    self._loaded_plan = wanted
+                    self._loaded = wanted
             await channel.send(Ready(context=plan.context))
             await loading
         finally:
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
-        return int(self._model["hidden_size"])
+        return int(self._found["hidden_size"])
 
     async def _fetch_and_load(self, offer: Offer, plan: Plan, mine: LayerRange) -> None:
-        config = self._config
-        layers = [mine.first, mine.last]
-        if self._model is None:
-            raise RuntimeError("nothing was described")
-        folder = self._model["folder"]
-        if self._model["download_bytes"]:
+        model = self._found
+        folder = model["folder"]
+        if model["download_bytes"]:
             fetched = await self._with_download(
-                "fetch", model=self._model["source"] or folder, revision=self._model["revision"], layers=layers
+                "fetch", model=model["source"] or folder, revision=model["revision"], layers=[mine.first, mine.last]
             )
             folder = fetched["folder"]
         loaded = await self._engine.load(
-            folder=folder,
-            layers=layers,
-            dtype=plan.dtype,
-            devices=[device["device"] for device in self._devices()],
-            draft_device=self._draft_device(),
-            threads=config.threads,
+            **self._held(folder, mine, plan.dtype),
+            threads=self._config.threads,
             context=plan.context,
             codec=offer.codec,
-            draft=config.draft if mine.first == 0 else "none",
-            weights=self._weights,
         )
         log.info("layers_loaded", layers=str(mine), seconds=loaded.get("seconds"))
+
+    @property
+    def _found(self) -> dict[str, Any]:
+        """The model, once it was described or found."""
+        if self._model is None:
+            raise RuntimeError("nothing was described")
+        return self._model
 
     @property
     def _weights(self) -> str:
@@ -289,6 +377,11 @@ class Setup:
         finally:
             saying.cancel()
             await asyncio.gather(saying, return_exceptions=True)
+
+
+def _to_load(offer: Offer, answer: Answer, plan: Plan, mine: LayerRange) -> _Loaded:
+    is_named = offer.is_context_named or answer.is_context_named
+    return _Loaded(offer.identity.tensors, mine, plan.dtype, offer.codec, plan.context, is_named)
 
 
 class _Refused(PeerllmError):

@@ -17,6 +17,7 @@ from peerllm.protocol.errors import PeerllmError, ProtocolError, error_from_code
 from peerllm.protocol.fields import (
     blob,
     choice,
+    flag,
     from_map,
     nested,
     optional,
@@ -64,11 +65,14 @@ class Offer(Message):
     layers: LayerRange | None = optional(nested(LayerRange))
     free_bytes: int = uint()
     context: int = uint(limits.MAX_CONTEXT, minimum=1)
+    """The most that the opener wants."""
+    is_context_named: bool = flag(default=False)
+    """Its user named it: where it does not fit, the room is refused and the context not made smaller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer(Message):
-    """The joiner has the same model. Its own wishes."""
+    """The joiner has the same model. Its own wishes, and what it has room for."""
 
     TYPE: ClassVar[int] = 2
     identity: ModelIdentity = nested(ModelIdentity)
@@ -76,11 +80,13 @@ class Answer(Message):
     layers: LayerRange | None = optional(nested(LayerRange))
     free_bytes: int = uint()
     context: int = uint(limits.MAX_CONTEXT, minimum=1)
+    """The most that the joiner wants and, beside the layers that follow from both sides' wishes, has memory for."""
+    is_context_named: bool = flag(default=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Message):
-    """The opener's decision: both sides load now. `drafting` says whose range begins with layer 0."""
+    """The opener's decision: both sides load now. `context` is what both have memory for."""
 
     TYPE: ClassVar[int] = 3
     opener_layers: LayerRange = nested(LayerRange)

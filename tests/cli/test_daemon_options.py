@@ -69,7 +69,7 @@ def test_what_the_other_peer_says_cannot_steer_the_terminal(
     person: Terminal, keyboard: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hostile = "someone/\x1b[2Jmodel"
-    person.tell(events.ReadyToServe(hostile, LayerRange(0, 2), 4, is_drafting=True, context=64))
+    person.tell(events.ReadyToServe(hostile, LayerRange(0, 2), 4, is_drafting=True, context=64, max_context=512))
     person.tell(events.Trouble(hostile))
     os.write(keyboard, b"n\n")
     uvloop.run(person.may_download(hostile))

@@ -37,7 +37,9 @@ class FetchingEngine(Engine):
             self.downloads += ["fetch"] * (op == "fetch")
         answers: dict[str, dict[str, Any]] = {
             "machine": {"devices": [{"device": "cpu", "free_bytes": 1}], "dtypes": ["float32"]},
-            "describe": {"folder": "/snapshot", "source": MODEL, "revision": "c0ffee", "download_bytes": 9},
+            "describe": {"folder": "/snapshot", "source": MODEL, "revision": "c0ffee", "download_bytes": 9}
+            | {"layers": 4, "max_context": 64},
+            "plan": {"context": 64, "words": []},
             "fetch": {"folder": "/snapshot"},
             "load": {},
         }
