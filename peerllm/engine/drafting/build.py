@@ -20,7 +20,6 @@ from peerllm.protocol import limits
 from peerllm.protocol.errors import BadRequest, DraftMismatch
 from peerllm.protocol.identity import LayerRange
 
-
 _COLUMNS = 16
 
 
