@@ -13,6 +13,7 @@ import torch
 
 from peerllm.engine import noise
 from peerllm.engine.cutting import thresholds
+from peerllm.protocol import limits
 from peerllm.protocol.requests import Sampling
 
 
@@ -85,9 +86,11 @@ class Chooser:
         top_p = torch.where(is_sampled, state.top_ps.index_select(0, slots), 1.0)
         return shaped.masked_fill_(shaped < thresholds(shaped, top_k, top_p), float("-inf"))
 
-    def _scores(self, shaped: torch.Tensor, slots: torch.Tensor, state: SamplingState) -> torch.Tensor:
-        """`shaped`, and noise where not greedy, of one sequence's rows."""
-        rows = torch.arange(len(shaped), device=shaped.device)
+    def _scores(
+        self, shaped: torch.Tensor, slots: torch.Tensor, state: SamplingState, *, first: int = 0
+    ) -> torch.Tensor:
+        """`shaped`, and noise where not greedy, of one sequence's rows from the block's row `first` on."""
+        rows = torch.arange(first, first + len(shaped), device=shaped.device)
         slot = slots[:1]
         positions = state.positions.index_select(0, slot) + 1 + rows
         key = state.seeds.index_select(0, slot)[0]
@@ -154,14 +157,19 @@ class Chooser:
         """
         # An index that is a tensor of no dimensions would be read on the host, which a capture forbids.
         here = slots[:1].to(torch.int64)
-        shaped = self._shaped(logits[:rows, : self._vocabulary].to(torch.float32), here.expand(rows), state)
-        choices = self._scores(shaped, here, state).argmax(dim=-1).to(torch.int32)
+        chosen, found = [], []
+        for start in range(0, rows, limits.VERDICT_ROWS_AT_ONCE):
+            raw = logits[start : min(rows, start + limits.VERDICT_ROWS_AT_ONCE), : self._vocabulary].to(torch.float32)
+            shaped = self._shaped(raw, here.expand(len(raw)), state)
+            chosen.append(self._scores(shaped, here, state, first=start).argmax(dim=-1).to(torch.int32))
+            found.append(~torch.isfinite(raw).all(dim=-1))
+        choices = torch.cat(chosen)
         index = torch.arange(rows, device=logits.device)
         agrees = torch.zeros(rows, dtype=torch.bool, device=logits.device)
         agrees[: rows - 1] = choices[: rows - 1] == candidates[: rows - 1]
         agrees &= index < count
         accepted = torch.cumprod(agrees.to(torch.int32), dim=0).sum()
-        is_bad = ~torch.isfinite(logits[:rows, : self._vocabulary]).all(dim=-1) & (index <= count)
+        is_bad = torch.cat(found) & (index <= count)
         token = choices.gather(0, accepted[None])[0]
         verdict.copy_(torch.stack((accepted, token.to(torch.int64), is_bad.sum())))
 

@@ -227,6 +227,9 @@ class GraphPool:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._handle: Any = None
+        # The allocator keeps memory for each stream: what one capture left is the next one's only on the same stream.
+        # It is not torch's own for captures, which belongs to the first device that captured and would lead there.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
         """Makes the device the current one, where Triton's launches go."""
@@ -234,17 +237,16 @@ class GraphPool:
 
     def capture(self, work: Callable[[], Any]) -> Replay:
         """A graph of what `work()` does; three warm-ups on a side stream come first."""
-        if self._device.type != "cuda":
+        stream = self._stream
+        if stream is None:
             return _Eager(work)
         with self.current(), torch.inference_mode():
-            stream = torch.cuda.Stream(self._device)
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
                 for _ in range(3):
                     work()
             torch.cuda.current_stream(self._device).wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            # torch's own stream for captures belongs to the first device that captured, and would lead there.
             with torch.cuda.graph(graph, pool=self._handle, stream=stream):
                 work()
             if self._handle is None:

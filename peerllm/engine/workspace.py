@@ -25,7 +25,7 @@ _ROWS = max(BLOCK_ROWS, limits.PREFILL_CHUNK_ROWS)
 _CHOICE_BYTES = 36
 """Of one logit whose row is chosen (`sampling.choose`), top-p's sort and the noise's int64 words included."""
 _GRAPH_CHOICE_BYTES = 28
-"""The same in a graph (`choosing.Chooser.judge`), where all rows are chosen at once and the sort takes few of them."""
+"""The same in a graph (`choosing.Chooser.judge`), whose sort takes few rows."""
 _FUSED_HEAD_DIMS = (32, 64, 128)
 
 
@@ -101,6 +101,8 @@ def choice_bytes(vocabulary: int, dtype: str, *, rows: int, path: str) -> int:
     if path == "fused":
         return 4 * BLOCK_ROWS * vocabulary
     logits = rows * vocabulary * DTYPE_BYTES[dtype]
+    at_once = min(rows, limits.VERDICT_ROWS_AT_ONCE) * vocabulary
     if path == "eager":
-        return logits + min(rows, limits.VERDICT_ROWS_AT_ONCE) * _CHOICE_BYTES * vocabulary
-    return logits + rows * _GRAPH_CHOICE_BYTES * vocabulary
+        return logits + at_once * _CHOICE_BYTES
+    # The head's output is copied to the static buffer, and gone when rows are chosen.
+    return max(logits, at_once * _GRAPH_CHOICE_BYTES)

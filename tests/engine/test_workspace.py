@@ -13,6 +13,7 @@ import torch
 
 from peerllm.engine import fused
 from peerllm.engine.attention import grouped_attention
+from peerllm.engine.choosing import Chooser, SamplingState
 from peerllm.engine.sampling import choose
 from peerllm.engine.slice import ModelSlice, read_config
 from peerllm.engine.workspace import HOST_BYTES, is_fusible, path_of, workspace_bytes
@@ -128,6 +129,24 @@ def test_rows_that_choose_in_turns_choose_as_all_at_once(monkeypatch: pytest.Mon
         monkeypatch.setattr(limits, "VERDICT_ROWS_AT_ONCE", 65)
         assert torch.equal(in_turns, choose(logits, how, positions))
         monkeypatch.undo()
+
+
+def test_a_block_that_is_judged_in_turns_is_judged_as_its_rows_are_chosen() -> None:
+    logits = torch.randn(65, 3000, generator=torch.Generator().manual_seed(1))
+    state = SamplingState.make(torch.tensor([7]))
+    slots = torch.zeros(1, dtype=torch.int32)
+    for how in (Sampling(temperature=0.0), Sampling(temperature=0.9, top_k=50, top_p=0.8, seed=5)):
+        state.put(0, how)
+        choices = choose(logits, how, torch.arange(65) + 8)
+        # Right in every place but one, in the second turn and in the last.
+        for wrong in (20, 63):
+            candidates = choices[:64].to(torch.int32)
+            candidates[wrong] = (candidates[wrong] + 1) % 3000
+            verdict = torch.zeros(3, dtype=torch.int32)
+            Chooser(vocabulary=3000, is_cutting=True).judge(
+                logits, 65, slots, state, candidates, torch.tensor([64], dtype=torch.int32), verdict
+            )
+            assert verdict.tolist() == [wrong, int(choices[wrong]), 0]
 
 
 def test_the_path_is_known_from_the_config_alone(tmp_path: Path) -> None:
