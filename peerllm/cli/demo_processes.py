@@ -21,14 +21,27 @@ from peerllm.protocol.errors import PeerllmError
 _PR_SET_PDEATHSIG = 1
 _STOP_SECONDS = 1.0
 _LONGEST_BASE = 60
+_ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
 class DemoFailed(PeerllmError):
     code = "demo_failed"
 
 
-def _die_with_parent() -> None:
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait. One that came while Python forks would be raised in a callback of the fork's, where
+    exceptions are printed and forgotten; one a little later would leave a process that nobody knows of."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin() -> None:
     """In the child: the kernel ends it when the demo is gone, however the demo ended (Linux; elsewhere nothing)."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -46,7 +59,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is the demo's to handle
-                preexec_fn=_die_with_parent,
+                preexec_fn=_begin,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
             )
         self._buffer = b""
@@ -115,8 +128,9 @@ class Stage:
 
     def start(self, name: str, *command: str, env: Mapping[str, str] | None = None) -> Child:
         """`python -m command`, with `env` besides this process's own environment."""
-        child = Child(name, [sys.executable, "-m", *command], self.folder, env or {})
-        self.adopt(child)
+        with _undisturbed():
+            child = Child(name, [sys.executable, "-m", *command], self.folder, env or {})
+            self.adopt(child)
         return child
 
     def adopt(self, child: Child) -> None:
