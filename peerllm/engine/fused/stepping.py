@@ -86,7 +86,7 @@ def supports_one_kernel(part: ModelSlice, layers: Sequence[Joined], programs: in
         and layers[0].output.bias is None
         and rows <= _MOST_ROWS
         and shape.heads // shape.kv_heads <= _MOST_ROWS
-        and programs >= shape.kv_heads
+        and shape.kv_heads <= programs <= max(256, depth)
         and (1 << (shape.heads - 1).bit_length()) * shape.head_dim >= 256
         and tiles * rows * depth <= _MOST_TILES * 8 * 1024
         # Loads of 16 bytes.
