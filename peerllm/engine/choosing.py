@@ -43,7 +43,7 @@ class SamplingState:
 
     def put(self, slot: int, sampling: Sampling) -> None:
         self.seeds[slot] = torch.tensor(noise.seed_key(sampling.seed), device=self.seeds.device)
-        self.temperatures[slot] = sampling.temperature
+        self.temperatures[slot] = 0.0 if sampling.is_greedy else sampling.temperature
         self.top_ks[slot] = sampling.top_k
         self.top_ps[slot] = sampling.top_p
 

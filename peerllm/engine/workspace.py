@@ -85,7 +85,10 @@ def workspace_bytes(
 def attention_bytes(shape: ModelShape, dtype: str, *, positions: int, path: str) -> int:
     """Of one layer over a chunk of a prompt whose last row sees `positions` (`attention.grouped_attention`)."""
     if path == "fused":
-        return 0  # it reads the cache where it lies; its partial sums are among the buffers
+        # It reads the cache where it lies; what each row and head found in a split is added up afterwards.
+        from peerllm.engine.fused.tilings import NARROW, attention_splits
+
+        return 4 * NARROW * shape.heads * attention_splits(positions, shape.head_dim)[1] * (shape.head_dim + 2)
     each, groups = DTYPE_BYTES[dtype], shape.heads // shape.kv_heads
     if path == "eager":
         # The mask for a row and for a group's, as bools and as numbers; a CPU copies half-precision keys and values.

@@ -95,6 +95,8 @@ ATTENTION_SCORE_BYTES = 8
 """Of one of them at the most: float32, before the softmax and after it."""
 VERDICT_ROWS_AT_ONCE = 16
 """Rows whose tokens are chosen at once: noise and a sort take thirty bytes for each token of the vocabulary."""
+LEAST_TEMPERATURE = 1e-6
+"""Logits over less than this would leave float32's range; over as much the noise decides nothing but ties."""
 LEAST_CONTEXT = 256
 """Where nobody named a context, fewer positions than these are not worth loading for."""
 

@@ -15,7 +15,8 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the target's token is chosen. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 cut nothing off."""
+    """How the target's token is chosen. `temperature` 0 is greedy, and so is less than LEAST_TEMPERATURE; `top_k` 0 and
+    `top_p` 1 cut nothing off."""
 
     temperature: float = real(0.0, 2.0, default=0.0)
     top_p: float = real(0.0, 1.0, default=1.0)
@@ -24,7 +25,7 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < limits.LEAST_TEMPERATURE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

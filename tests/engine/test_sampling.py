@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from peerllm.engine import sampling
+from peerllm.engine.choosing import Chooser, SamplingState
 from peerllm.protocol.errors import NonFinite
 from peerllm.protocol.requests import Sampling
 
@@ -83,3 +84,17 @@ def test_the_verdicts_noise_is_that_of_the_tokens_absolute_index():
     expected = sampling.choose(logits, how, torch.arange(101, 106)).tolist()
     assert sampling.judge(logits, expected[:4], 100, how) == (4, expected[4])
     assert expected != sampling.choose(logits, how, torch.arange(100, 105)).tolist()
+
+
+@pytest.mark.parametrize("temperature", [1e-7, 1e-38, 1e-300, 5e-324])
+@pytest.mark.parametrize("cut", [{}, {"top_k": 5}, {"top_p": 0.9}])
+def test_a_temperature_that_would_leave_float32s_range_is_greedy(temperature, cut):
+    logits = _logits()
+    how = Sampling(temperature=temperature, seed=3, **cut)
+    positions = torch.arange(7, 12)
+    assert torch.equal(sampling.choose(logits, how, positions), logits.argmax(-1))
+    state = SamplingState.make(torch.tensor([6]))
+    state.put(0, how)
+    for row, expected in zip(logits, logits.argmax(-1).tolist(), strict=True):
+        chooser = Chooser(vocabulary=50, is_cutting=True)
+        assert chooser.choose(row[None], torch.tensor([0]), state)[0].tolist() == [expected]

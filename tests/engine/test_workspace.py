@@ -162,3 +162,14 @@ def test_the_path_is_known_from_the_config_alone(tmp_path: Path) -> None:
         assert is_fusible(read_shape(folder)) == fused.supports(part), (family, options)
     assert path_of(read_shape(folder), torch.device("cpu")) == "eager"
     assert path_of(read_shape(folder), torch.device("cpu"), "graph") == "graph"
+
+
+def test_the_fused_paths_partial_sums_of_a_long_context_are_planned(tmp_path: Path) -> None:
+    """As `FusedSlice` makes them: for up to 16 rows, each head and each split of the cache."""
+    folder = make_model(tmp_path / "model", layers=1, hidden=256, heads=8, kv_heads=2, context=1 << 17)
+    shape, layers = read_shape(folder), LayerRange(0, 1)
+    few, many = (
+        workspace_bytes(shape, layers, "float16", positions=each, path="fused", is_gpu=True) for each in (1024, 1 << 17)
+    )
+    split = 128
+    assert many - few >= 4 * 16 * shape.heads * ((1 << 17) // split - 1024 // split) * shape.head_dim

@@ -16,12 +16,17 @@ from torch import nn
 from peerllm.engine.cache import KvCache
 from peerllm.engine.fused import attention, int8_matmul, matmul, rows, shared_memory
 from peerllm.engine.fused.stepping import OneKernelStep, supports_one_kernel
-from peerllm.engine.fused.tilings import INT8_PARTS, TILINGS, default_tiling, int8_tiling
+from peerllm.engine.fused.tilings import (
+    INT8_PARTS,
+    NARROW,
+    TILINGS,
+    attention_splits,
+    default_tiling,
+    int8_tiling,
+)
 from peerllm.engine.int8 import is_quantised
 from peerllm.engine.slice import ModelSlice
 
-NARROW = 16
-"""Rows of a tile of the matrix units: up to so many cost the same."""
 _NARROW_INT8 = 128
 """The library has no product of int8 weights with float16 rows: ours serves up to so many, and wider blocks widen the
 weights first."""
@@ -167,10 +172,8 @@ class FusedSlice:
         self._steps = buffer(_NARROW_INT8, of=torch.float32)
         self._sums = [buffer(max(NARROW, self._narrow), self._sums_stride, of=torch.float32) for _ in range(2)]
         self._sum_count = 1
-        # Enough programs for every multiprocessor at a thousand positions; longer caches take longer splits.
-        self._split = min(128, max(4096 // shape.head_dim, _power_of_two(-(-cache.capacity // 64))))
+        self._split, self._splits = attention_splits(cache.capacity, shape.head_dim)
         self._attention_warps = 4
-        self._splits = -(-cache.capacity // self._split)
         # Batches of up to NARROW rows together, or of one row each.
         parts = max(min(NARROW, max_rows), max_batch) * shape.heads * self._splits
         partial_rows = max(_MOST_PARTS * NARROW, INT8_PARTS * _NARROW_INT8 if has_int8 else 0)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+NARROW = 16
+"""Rows of a tile of the matrix units: up to so many cost the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
@@ -64,6 +67,13 @@ def default_tiling(columns: int, depth: int, *, is_gated: bool) -> Tiling:
         return Tiling(32, 128, 2, 6)
     parts = 4 if depth >= 4 * columns else 1
     return Tiling(16, 256 if depth % 256 == 0 else 128, 4, 4, parts=parts)
+
+
+def attention_splits(capacity: int, head_dim: int) -> tuple[int, int]:
+    """Positions of a split of a cache, and how many splits: enough programs for every multiprocessor at a thousand
+    positions; longer caches take longer splits."""
+    split = min(128, max(4096 // head_dim, 1 << (-(-capacity // 64) - 1).bit_length()))
+    return split, -(-capacity // split)
 
 
 INT8_PARTS = 8
