@@ -1,6 +1,7 @@
 """Folders for keys, sockets and logs of a moment: gone with their command, or swept by the next one if it was killed.
 
-A folder is locked (flock on the folder itself) while its command lives; whoever can lock it finds its owner dead.
+A folder is locked (flock on the folder itself) while its command lives; whoever can lock it finds its owner dead. What
+does not hold our mark is never removed, whatever its name: a user may have called a folder of results like that.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _KINDS = ("bench", "demo", "doctor")
+MARK = ".peerllm-of-a-moment"
 _NAME = re.compile(f"peerllm-({'|'.join(_KINDS)})-.+")
 
 
@@ -44,6 +46,7 @@ def _make(base: Path, kind: str) -> tuple[Path, int]:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             is_ours = _can_lock(lock)
             if folder.exists() and is_ours is not False:
+                (folder / MARK).touch(mode=0o600)
                 return folder, lock
             os.close(lock)
 
@@ -57,7 +60,7 @@ def _sweep(base: Path) -> None:
             try:
                 found = os.fstat(lock)
                 is_private = found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) == 0o700
-                if is_private and _can_lock(lock):
+                if is_private and (folder / MARK).is_file() and _can_lock(lock):
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(lock)

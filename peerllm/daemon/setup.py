@@ -262,6 +262,8 @@ class Setup:
         if self._loaded is not None and (loaded := self._loaded.fitting(wanted)) is not None:
             return loaded
         held = self._held(self._found["folder"], mine, plan.dtype)
+        # Planning gives up what the worker holds: a link lost meanwhile must not leave it claimed.
+        self._loaded = None
         found = await self._engine.plan(**held, context=plan.context, is_context_named=wanted.is_context_named)
         context = int(found["context"])
         log.info("memory_planned", layers=str(mine), context=context, wanted=plan.context, devices=found["words"])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from peerllm.cli.demo_processes import stage
-from peerllm.cli.folders import private_folder
+from peerllm.cli.folders import MARK, private_folder
 from tests.cli.conftest import environment
 
 
@@ -54,19 +54,24 @@ def test_keys_of_a_killed_command_are_swept_by_the_next_and_those_of_a_living_on
 
 
 def test_a_folder_is_private_and_gone_at_its_end_and_nothing_else_is_touched(tmp_path: Path) -> None:
-    kept = [tmp_path / name for name in ("peerllm-demo", "peerllm-other-1", "other", "peerllm-demo-open")]
+    names = ("peerllm-demo", "peerllm-other-1", "other", "peerllm-bench-results", "peerllm-demo-open")
+    kept = [tmp_path / name for name in names]
     for each in kept:
         each.mkdir(mode=0o700)
+    (kept[-1] / MARK).touch()
     kept[-1].chmod(0o755)  # made by somebody else, whatever its name
+    (kept[-2] / "run1.json").touch()  # the user's own
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     (tmp_path / "peerllm-bench-link").symlink_to(elsewhere)
     dead = tmp_path / "peerllm-doctor-dead"
     dead.mkdir(mode=0o700)
-    (dead / "identity.key").touch()
+    for name in (MARK, "identity.key"):
+        (dead / name).touch()
     with private_folder("bench", tmp_path) as folder:
         (folder / "inner").mkdir()
         assert folder.stat().st_mode & 0o777 == 0o700
         assert not dead.exists()
     assert not folder.exists()
     assert elsewhere.exists() and all(each.exists() for each in kept)
+    assert (kept[-2] / "run1.json").exists()
