@@ -1,0 +1,220 @@
+"""What a half takes of a GPU, beside what the plan says: `python3 -m peerllm.engine.bench_memory`.
+
+Random weights of a named shape. Each case is a process of its own that builds the half and its draft, captures the
+graphs, fills every sequence to its end and runs blocks of every kind; what the device has less by then is what was
+taken, the context of CUDA included. Needs a GPU that nothing else uses meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from peerllm.engine import codec, memory
+from peerllm.engine.drafting.graph import GraphDrafter
+from peerllm.engine.drafting.model import ModelDrafter
+from peerllm.engine.engine import Engine
+from peerllm.engine.int8 import quantise_layer
+from peerllm.engine.running import make_static
+from peerllm.engine.shapes import NAMES, named_config, random_slice
+from peerllm.protocol import limits
+from peerllm.protocol.identity import INT8, UNQUANTISED, LayerRange
+from peerllm.protocol.requests import Sampling
+
+_CODEC = "int8"
+_CUT = Sampling(temperature=1.0, seed=3, top_k=200, top_p=0.9)
+_FREE = Sampling(temperature=1.0, seed=3)
+_MIB = limits.MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A half of the model on one device."""
+
+    is_first: bool
+    """It has the embedding and the draft; otherwise the head."""
+    path: str
+    weights: str
+    slots: int
+
+    def words(self) -> str:
+        which = "first half and draft" if self.is_first else "last half"
+        return f"{which}, {self.path}, {'int8' if self.weights == INT8 else 'whole'} weights, {self.slots} sequences"
+
+
+CASES = (
+    Case(True, "fused", UNQUANTISED, 1),
+    Case(True, "fused", UNQUANTISED, 2),
+    Case(False, "fused", UNQUANTISED, 2),
+    Case(True, "fused", INT8, 2),
+    Case(False, "fused", INT8, 2),
+    Case(True, "graph", UNQUANTISED, 2),
+    Case(False, "graph", UNQUANTISED, 2),
+    Case(False, "graph", INT8, 2),
+)
+
+
+class Holder:
+    """An engine of random weights, and what was planned for it."""
+
+    def __init__(self, case: Case, options: argparse.Namespace) -> None:
+        self._case, self._context, self._dtype = case, options.context, options.dtype
+        self._device = torch.device(options.device)
+        self._config = named_config(options.shape)
+        self._draft_config = named_config(options.draft_shape)
+        half = self._config.num_hidden_layers // 2
+        self._layers = LayerRange(0, half) if case.is_first else LayerRange(half, self._config.num_hidden_layers)
+
+    def planned(self) -> memory.Plan:
+        """From the configuration alone, as before a load."""
+        is_gpu = self._device.type == "cuda"
+        with tempfile.TemporaryDirectory() as target, tempfile.TemporaryDirectory() as draft:
+            self._config.save_pretrained(target)
+            self._draft_config.save_pretrained(draft)
+            common: dict[str, Any] = {
+                "dtype": self._dtype, "context": self._context, "slots": self._case.slots,
+                "is_gpu": is_gpu, "path": self._case.path,
+            }  # fmt: skip
+            of_draft = memory.plan_draft(draft, **common) if self._case.is_first else 0
+            return memory.plan_slice(target, self._layers, weights=self._case.weights, free=0, draft=of_draft, **common)
+
+    def build(self) -> Engine:
+        dtype = codec.DTYPES[self._dtype]
+        part = random_slice(self._config, self._layers, dtype=dtype, device=self._device)
+        if self._case.weights == INT8:
+            for layer in part.layers:
+                quantise_layer(layer)
+        drafter = self._drafter() if self._case.is_first else None
+        return Engine(
+            part, context=self._context, wire_codec=_CODEC, dtype=self._dtype, slots=self._case.slots,
+            drafter=drafter, path=self._case.path,
+        )  # fmt: skip
+
+    def _drafter(self) -> GraphDrafter | ModelDrafter:
+        config = self._draft_config
+        whole = LayerRange(0, config.num_hidden_layers)
+        part = random_slice(config, whole, dtype=codec.DTYPES[self._dtype], device=self._device)
+        capacity = memory.cache_positions(self._context)
+        part.prepare(capacity)
+        cache = part.make_cache(slots=self._case.slots, capacity=capacity)
+        static = make_static(part, cache, self._case.path, max_rows=limits.PREFILL_CHUNK_ROWS, is_draft=True)
+        vocabulary = min(config.vocab_size, self._config.vocab_size)
+        return ModelDrafter(part, cache, vocabulary) if static is None else GraphDrafter(static, vocabulary)
+
+    def use(self, engine: Engine) -> None:
+        """Every sequence up to its end, and blocks with and without top-k and top-p at its end."""
+        for slot in range(self._case.slots):
+            for sampling in (_CUT, _FREE):
+                engine.open(slot, sampling)
+                self._fill(engine, slot)
+                self._block(engine, slot)
+            engine.close(slot)
+
+    def _fill(self, engine: Engine, slot: int) -> None:
+        chunk = limits.PREFILL_CHUNK_ROWS
+        for start in range(0, self._context - limits.MAX_CANDIDATES - 1, chunk):
+            rows = min(chunk, self._context - limits.MAX_CANDIDATES - 1 - start)
+            if self._case.is_first:
+                engine.prefill(slot, start, tokens=[5] * rows)
+            else:
+                engine.prefill(slot, start, rows=rows, payload=self._payload(rows))
+
+    def _block(self, engine: Engine, slot: int) -> None:
+        start = self._context - limits.MAX_CANDIDATES - 1
+        for count in (1, 8, limits.MAX_CANDIDATES):
+            if self._case.is_first:
+                engine.draft_block(slot, start, [5], count)
+            else:
+                engine.verify(slot, start, [5] * count, self._payload(count + 1))
+
+    def _payload(self, rows: int) -> bytes:
+        hidden = torch.ones(rows, self._config.hidden_size, dtype=codec.DTYPES[self._dtype])
+        return codec.encode(hidden, _CODEC)
+
+
+def hold(case: Case, options: argparse.Namespace) -> None:
+    """One case, in its own process: prints what it planned and what the allocator counts, and stays until its standard
+    input ends."""
+    holder = Holder(case, options)
+    plan = holder.planned()
+    engine = holder.build()
+    holder.use(engine)
+    gc.collect()
+    device = torch.device(options.device)
+    found = {"planned": plan.total, "workspace": plan.workspace, "draft": plan.draft}
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        found |= {
+            "allocated": torch.cuda.memory_allocated(device),
+            "most_allocated": torch.cuda.max_memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+        }
+    print(json.dumps(found), flush=True)
+    sys.stdin.read()
+
+
+def measure(index: int, arguments: list[str], device: torch.device) -> dict[str, int]:
+    """Bytes of one case: what `hold` prints, and `taken`."""
+    before = memory.free_memory(device)
+    command = [sys.executable, "-m", "peerllm.engine.bench_memory", *arguments, "--case", str(index)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdin is not None
+        line = process.stdout.readline()
+        found: dict[str, int] = json.loads(line) if line else {}
+        found["taken"] = before - memory.free_memory(device)
+        process.stdin.close()
+    if process.returncode or not line:
+        raise RuntimeError(f"it ended with {process.returncode}")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit status: 1 where a case failed."""
+    parser = argparse.ArgumentParser(prog="python3 -m peerllm.engine.bench_memory", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="float16", choices=tuple(codec.DTYPES))
+    parser.add_argument("--shape", default="qwen2.5-7b", choices=NAMES)
+    parser.add_argument("--draft-shape", default="qwen2.5-0.5b", choices=NAMES)
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--json", action="store_true", help="a line of figures for each case, in bytes")
+    parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.context < 2 * limits.MAX_CANDIDATES:
+        parser.error(f"argument --context: {2 * limits.MAX_CANDIDATES} positions at least are needed")
+    if options.case is not None:
+        hold(CASES[options.case], options)
+        return 0
+    try:
+        device = torch.empty(0, device=options.device).device
+    except (RuntimeError, AssertionError) as error:
+        parser.error(f"argument --device: {options.device!r} cannot be used: {str(error).splitlines()[0]}")
+    if device.type != "cuda":
+        parser.error(f"argument --device: memory is counted on a GPU; got {options.device!r}")
+    passed = [f"--{name.replace('_', '-')}={getattr(options, name)}"
+              for name in ("device", "dtype", "shape", "draft_shape", "context")]  # fmt: skip
+    failed = False
+    for index, case in enumerate(CASES):
+        try:
+            found = measure(index, passed, device)
+        except RuntimeError as error:
+            print(f"{case.words()}: {error}", file=sys.stderr)
+            failed = True
+            continue
+        if options.json:
+            print(json.dumps({"case": case.words(), **found}), flush=True)
+        else:
+            listed = ", ".join(f"{name} {size // _MIB}" for name, size in found.items())
+            print(f"{case.words()}, MiB: {listed}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
