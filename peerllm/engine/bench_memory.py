@@ -1,8 +1,9 @@
 """What a half takes of a GPU, beside what the plan says: `python3 -m peerllm.engine.bench_memory`.
 
 Random weights of a named shape. Each case is a process of its own that builds the half and its draft, captures the
-graphs, fills every sequence to its end and runs blocks of every kind; what the device has less by then is what was
-taken, the context of CUDA included. Needs a GPU that nothing else uses meanwhile.
+graphs, fills every sequence to its end and runs blocks of every kind. What the device has less by then is what was
+taken; CUDA's own context comes before the plan looks at what is free, and is told apart. Needs a GPU that nothing else
+uses meanwhile.
 """
 
 from __future__ import annotations
@@ -84,11 +85,16 @@ class Holder:
                 "is_gpu": is_gpu, "path": self._case.path,
             }  # fmt: skip
             of_draft = memory.plan_draft(draft, **common) if self._case.is_first else 0
-            return memory.plan_slice(target, self._layers, weights=self._case.weights, free=0, draft=of_draft, **common)
+            return memory.plan_slice(
+                target, self._layers, weights=self._case.weights, free=0, draft=of_draft, is_apart=self._case.is_first,
+                **common,
+            )  # fmt: skip
 
     def build(self) -> Engine:
         dtype = codec.DTYPES[self._dtype]
-        part = random_slice(self._config, self._layers, dtype=dtype, device=self._device)
+        part = random_slice(
+            self._config, self._layers, dtype=dtype, device=self._device, is_embedding_apart=self._case.is_first
+        )
         if self._case.weights == INT8:
             for layer in part.layers:
                 quantise_layer(layer)
@@ -143,33 +149,34 @@ class Holder:
 def hold(case: Case, options: argparse.Namespace) -> None:
     """One case, in its own process: prints what it planned and what the allocator counts, and stays until its standard
     input ends."""
+    device = torch.device(options.device)
+    before = memory.free_memory(device)
     holder = Holder(case, options)
     plan = holder.planned()
     engine = holder.build()
     holder.use(engine)
     gc.collect()
-    device = torch.device(options.device)
-    found = {"planned": plan.total, "workspace": plan.workspace, "draft": plan.draft}
+    found = {"planned": plan.total}
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         found |= {
-            "allocated": torch.cuda.memory_allocated(device),
-            "most_allocated": torch.cuda.max_memory_allocated(device),
+            "taken": before - memory.free_memory(device),
             "reserved": torch.cuda.memory_reserved(device),
+            "allocated": torch.cuda.memory_allocated(device),
         }
     print(json.dumps(found), flush=True)
     sys.stdin.read()
 
 
 def measure(index: int, arguments: list[str], device: torch.device) -> dict[str, int]:
-    """Bytes of one case: what `hold` prints, and `taken`."""
+    """Bytes of one case: what `hold` prints, and CUDA's `context`."""
     before = memory.free_memory(device)
     command = [sys.executable, "-m", "peerllm.engine.bench_memory", *arguments, "--case", str(index)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdin is not None
         line = process.stdout.readline()
         found: dict[str, int] = json.loads(line) if line else {}
-        found["taken"] = before - memory.free_memory(device)
+        found["context"] = before - memory.free_memory(device) - found.get("taken", 0)
         process.stdin.close()
     if process.returncode or not line:
         raise RuntimeError(f"it ended with {process.returncode}")

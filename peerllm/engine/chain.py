@@ -48,6 +48,9 @@ class SliceChain:
     def make_cache(self, *, slots: int, capacity: int) -> CacheChain:
         return CacheChain([part.make_cache(slots=slots, capacity=capacity) for part in self.parts])
 
+    def inputs_of(self, tokens: Sequence[int]) -> torch.Tensor:
+        return self.parts[0].inputs_of(tokens)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.parts[-1].logits(hidden)
 

@@ -145,7 +145,10 @@ class Engine:
         )
         context, slots = plan.context, plan.slots
         places = [torch.device(each) for each in devices]
-        parts = [ModelSlice(config, each) for each in plan.ranges]
+        parts = [
+            ModelSlice(config, each, is_embedding_apart=plan.is_embedding_apart and each.first == 0)
+            for each in plan.ranges
+        ]
         seconds["build"] = time.perf_counter() - clock
         clock = time.perf_counter()
         for each_part, place in zip(parts, places, strict=False):
@@ -316,7 +319,7 @@ class Engine:
 
     def _tokens_in(self, tokens: Sequence[int]) -> torch.Tensor:
         self._check_tokens(tokens)
-        return torch.tensor(list(tokens), dtype=torch.int64, device=self.part.device)
+        return self.part.inputs_of(tokens)
 
     def _rows_in(self, payload: bytes, rows: int) -> torch.Tensor:
         return codec.decode(payload, self._codec, self._dtype, rows, self.part.shape.width, self.part.device)

@@ -6,8 +6,10 @@ device that is too small says so, with the numbers and the largest context that 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -77,6 +79,8 @@ class LoadPlan:
     """Of the slice's parts, one for each device that gets one."""
     slots: int
     devices: Plans
+    is_embedding_apart: bool
+    """The embedding stays in the host's memory."""
 
     def words(self) -> list[str]:
         """A line for each device."""
@@ -118,16 +122,17 @@ def plan_load(
     places = [torch.device(each) for each in devices]
     if slots is None:
         slots = limits.MAX_SESSIONS if places[0].type == "cpu" else limits.MAX_GPU_SESSIONS
-    most = read_shape(Path(folder)).max_context
+    shape = read_shape(Path(folder))
+    most = shape.max_context
     is_named = context is not None and is_context_named
     wanted = min(context or most, most)
     drafting = torch.device(draft_device or places[0])
     free = {indexed(each): free_memory(each) for each in (*places, drafting)}
-    ranges = split_range(layers, [free[indexed(place)] for place in places]) if len(places) > 1 else [layers]
+    divisions = divisions_of(layers, [free[indexed(place)] for place in places])
     if is_early and not is_named:
         free = {place: size - size // _SPARE for place, size in free.items()}
 
-    def plans_at(positions: int) -> Plans:
+    def plans_at(ranges: list[LayerRange], positions: int) -> Plans:
         return plans_for(
             folder,
             ranges,
@@ -142,16 +147,19 @@ def plan_load(
             free=free,
         )
 
-    plans = plans_at(wanted)
-    if not _fit(plans):
+    ranges = next((each for each in divisions if _fit(plans_at(each, wanted))), None)
+    if ranges is None:
         least = wanted if is_named else min(limits.LEAST_CONTEXT, wanted)
-        largest = largest_context(plans_at, wanted)
+        contexts = [largest_context(partial(plans_at, each), wanted) for each in divisions]
+        largest = max(contexts)
+        ranges = divisions[contexts.index(largest)]
         if largest < least:
-            _refuse(plans_at(least), largest, layers)
+            _refuse(plans_at(ranges, least), largest, layers)
         if is_early:
             largest -= largest % limits.LEAST_CONTEXT  # so that it is the same after a restart, more often than not
-        wanted, plans = largest, plans_at(largest)
-    return LoadPlan(wanted, ranges, slots, plans)
+        wanted = largest
+    is_apart = is_embedding_apart(shape, ranges[0], places[0], draft=draft, draft_device=drafting)
+    return LoadPlan(wanted, ranges, slots, plans_at(ranges, wanted), is_apart)
 
 
 def largest_context(plans_at: Callable[[int], Plans], most: int) -> int:
@@ -193,6 +201,34 @@ def split_range(layers: LayerRange, free_bytes: Sequence[int]) -> list[LayerRang
     return [LayerRange(layers.first + each.first, layers.first + each.last) for each in shares]
 
 
+def is_embedding_apart(
+    shape: ModelShape, layers: LayerRange, place: torch.device, *, draft: str, draft_device: torch.device
+) -> bool:
+    """Whether `place`, which holds `layers`, leaves the embedding in the host's memory.
+
+    A block needs a few rows of it, which the host finds as fast; a GPU has better use for 1 GB. But a tied head is the
+    embedding, and a draft that was made for the target looks its own tokens up in it, inside its graph.
+    """
+    if place.type == "cpu" or layers.first > 0 or (shape.tied and layers.last >= shape.layers):
+        return False
+    kind, _, folder = draft.partition(":")
+    is_shared = kind == "model" and bool(folder) and is_draft(folder) and indexed(draft_device) == indexed(place)
+    return not is_shared
+
+
+def divisions_of(layers: LayerRange, free_bytes: Sequence[int]) -> list[list[LayerRange]]:
+    """Ways to divide `layers` over devices: `split_range`'s, then those with one layer more or less at one border. A
+    draft, a head or another use of a device's memory can make one of these the one that fits."""
+    usual = split_range(layers, free_bytes) if len(free_bytes) > 1 else [layers]
+    found = [usual]
+    for border, (before, after) in enumerate(itertools.pairwise(usual)):
+        for edge in (before.last - 1, before.last + 1):
+            if before.first < edge < after.last:
+                moved = [LayerRange(before.first, edge), LayerRange(edge, after.last)]
+                found.append([*usual[:border], *moved, *usual[border + 2 :]])
+    return found
+
+
 def plan_slice(
     folder: Path | str,
     layers: LayerRange,
@@ -206,10 +242,17 @@ def plan_slice(
     path: str | None = None,
     draft: int = 0,
     verdict_rows: int = BLOCK_ROWS,
+    is_apart: bool = False,
 ) -> Plan:
-    """The plan of one slice of the model in `folder`; `path` is `path_of`'s, by default the best for the device."""
+    """The plan of one slice of the model in `folder`; `path` is `path_of`'s, by default the best for the device.
+
+    Args:
+        is_apart: as `is_embedding_apart` says.
+    """
     shape = read_shape(Path(folder))
     size = size_bytes(range_tensors(shape, layers), dtype)
+    if is_apart:
+        size -= shape.vocabulary * shape.hidden_size * DTYPE_BYTES[dtype]
     if weights == INT8:
         size -= int8_saving(shape, len(layers), dtype)
     per_position = 2 * len(layers) * shape.kv_heads * shape.head_dim * DTYPE_BYTES[dtype]
@@ -359,6 +402,7 @@ def plans_for(
             is_gpu=is_gpu,
             path=path_of(shape, place, path),
             draft=drafts,
+            is_apart=is_embedding_apart(shape, layers, place, draft=draft, draft_device=draft_device),
         )
         used[indexed(place)] = before + plan.total
         plans.append((place, plan))

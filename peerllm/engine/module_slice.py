@@ -57,7 +57,7 @@ class ModuleSlice:
 
     def forward(self, rows_each: int, batch: int = 1) -> torch.Tensor:
         view: Any = StaticView(self.cache, self.slot, rows_each)
-        inputs = self.tokens[:rows_each] if self.part.is_first else self.source[:rows_each]
+        inputs = self.tokens[:rows_each] if self.part.takes_tokens else self.source[:rows_each]
         self.hidden[:rows_each] = self.part(inputs[None], view)[0]
         return self.hidden[:rows_each]
 

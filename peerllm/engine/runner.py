@@ -36,8 +36,8 @@ class Runner(Protocol):
     """Of the last `verify`: norm, head and choice, in microseconds; 0 where they are part of the layers' graph."""
 
     def forward(self, slot: int, inputs: torch.Tensor) -> torch.Tensor:
-        """Hidden states `[rows, width]` of `inputs`, `[rows]` tokens or `[rows, width]` hidden states; valid until the
-        next call."""
+        """Hidden states `[rows, width]` of `inputs`, the part's `inputs_of` tokens or hidden states `[rows, width]`;
+        valid until the next call."""
         ...
 
     def verify(
@@ -190,7 +190,7 @@ class GraphRunner:
 
     def _put(self, slot: int, inputs: torch.Tensor) -> None:
         self._select(slot)
-        if self._part.is_first:
+        if self._part.takes_tokens:
             self._static.tokens[: len(inputs)] = inputs
         else:
             self._static.source[: len(inputs)] = inputs

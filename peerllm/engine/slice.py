@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,12 +71,15 @@ def read_config(folder: Path | str) -> Any:
 class ModelSlice(nn.Module):
     """Layers `[first, last)` of the model that `config` describes, on the meta device until weights are loaded.
 
+    Args:
+        is_embedding_apart: a first slice's embedding is in the host's memory, and the layers are given its rows.
+
     Raises:
         LayersMismatch: the range is not within the model.
         ModelUnsupported: the model's family is not known.
     """
 
-    def __init__(self, config: Any, layers: LayerRange) -> None:
+    def __init__(self, config: Any, layers: LayerRange, *, is_embedding_apart: bool = False) -> None:
         super().__init__()
         if config.model_type not in _FAMILIES:
             raise ModelUnsupported(f"models of type {config.model_type!r} are not supported")
@@ -87,6 +91,8 @@ class ModelSlice(nn.Module):
         self.range = layers
         self.is_first = layers.first == 0
         self.is_last = layers.last == config.num_hidden_layers
+        self.takes_tokens = self.is_first and not is_embedding_apart
+        """Whether `forward` is given tokens; hidden states otherwise."""
         family = _FAMILIES[config.model_type]
         modeling = importlib.import_module(f"transformers.models.{config.model_type}.modeling_{config.model_type}")
         layer_class = getattr(modeling, f"{family}DecoderLayer")
@@ -140,7 +146,10 @@ class ModelSlice(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next(self.parameters()).device
+        """Of the layers."""
+        norm: Any = self.layers[0].input_layernorm
+        device: torch.device = norm.weight.device
+        return device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -150,7 +159,9 @@ class ModelSlice(nn.Module):
 
     @property
     def byte_count(self) -> int:
-        return sum(each.numel() * each.element_size() for each in self.parameters()) + self._bytes_besides
+        """On the layers' device."""
+        here = (each for each in self.parameters() if each.device == self.device)
+        return sum(each.numel() * each.element_size() for each in here) + self._bytes_besides
 
     def cut_head(self, rows: int) -> None:
         """Leaves the head its first `rows` rows, a view: what it shares with the embedding stays whole, and nothing is
@@ -192,11 +203,11 @@ class ModelSlice(nn.Module):
         """Hidden states `[batch, rows, width]` after this part's layers, before the final norm.
 
         Args:
-            inputs: token ids `[batch, rows]` on a first slice, else hidden states `[batch, rows, width]`.
+            inputs: token ids `[batch, rows]` where the slice takes tokens, else hidden states `[batch, rows, width]`.
             view: where the rows stand; their keys and values are written. The cache is not advanced. A `mask` of None
                 is for rows that see all rows before them and nothing else.
         """
-        hidden = inputs if self.embed is None else self.embed(inputs)
+        hidden = self.embed(inputs) if self.takes_tokens and self.embed is not None else inputs
         cos, sin = self.rotary_table
         rotary = cos[view.positions], sin[view.positions]
         for layer in self.layers:
@@ -210,6 +221,15 @@ class ModelSlice(nn.Module):
             )
             hidden = out[0] if isinstance(out, tuple) else out
         return hidden
+
+    def inputs_of(self, tokens: Sequence[int]) -> torch.Tensor:
+        """On the device what `forward` takes for `tokens`: themselves `[rows]`, or their embedding `[rows, width]`."""
+        if self.embed is None:
+            raise RuntimeError("only the first slice has an embedding")
+        if self.takes_tokens:
+            return torch.tensor(list(tokens), dtype=torch.int64, device=self.device)
+        found: torch.Tensor = self.embed(torch.tensor(list(tokens), dtype=torch.int64))
+        return found.to(self.device)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[..., vocabulary]` in the model's dtype, from hidden states that `forward` of the last slice gave."""

@@ -17,6 +17,7 @@ from peerllm.protocol.identity import INT8, UNQUANTISED
 
 Progress = Callable[[str, float], None]
 """A stage in words, and the fraction of it that is done."""
+_EMBEDDING = "embed.weight"
 WEIGHTS = (UNQUANTISED, INT8)
 """What a peer runs its layers' weights as."""
 
@@ -45,6 +46,10 @@ def load_weights(
     names = part.weight_map()
     is_whole = weights != INT8 and not is_planted(folder)
     read = _reader(part, folder, dtype, device)
+    if part.embed is not None and not part.takes_tokens:
+        # By way of the device, before anything else is there: what is planted depends on the kind of device.
+        read({_EMBEDDING: names.pop(_EMBEDDING)}, None)
+        part.embed.to("cpu")
     if is_whole:
         read(names, partial(progress, stage))
         return

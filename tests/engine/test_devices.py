@@ -52,6 +52,27 @@ def test_over_two_devices_the_text_is_that_of_one(folder, path, how):
         assert run.accepted >= (0.9 if how is GREEDY else 0.6) * run.drafted
 
 
+@pytest.mark.parametrize("path", ["eager", "graph"])
+@pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cpu")])
+@pytest.mark.parametrize("is_quantised", [False, True])
+def test_the_text_is_the_same_where_the_embedding_stays_in_the_hosts_memory(
+    folder, monkeypatch, path, devices, is_quantised
+):
+    options = {"context": 256, "slots": 2, "path": path, "devices": devices, "draft": f"model:{folder}"}
+    options["weights"] = "int8" if is_quantised else "unquantised"
+    here = Pair.load(folder, **options)
+    monkeypatch.setattr("peerllm.engine.memory.is_embedding_apart", lambda shape, layers, *_, **__: layers.first == 0)
+    apart = Pair.load(folder, **options)
+    first = apart.first.part.parts[0] if len(devices) > 1 else apart.first.part
+    assert first.is_first and not first.takes_tokens
+    for how in (GREEDY, Sampling(temperature=0.8, top_p=0.9, seed=3)):
+        for length in (0, 3):
+            assert (
+                apart.generate(PROMPT * 30, 20, length, how).tokens
+                == here.generate(PROMPT * 30, 20, length, how).tokens
+            )
+
+
 def test_a_middle_slice_may_be_spread_too(folder):
     spread = Pair.load(folder, 1, 3, context=128, slots=2, devices=("cpu", "cpu"))
     assert len(spread.middle[0].part.parts) == 2

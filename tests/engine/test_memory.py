@@ -44,9 +44,30 @@ def _plan(folder, layers, **options):
 def test_half_of_7b_the_draft_and_4k_of_context_take_under_9_5_gb(qwen):
     target, draft = qwen
     drafts = memory.plan_draft(draft, dtype="float16", context=4096, slots=1, is_gpu=True)
-    plan = _plan(target, LayerRange(0, 14), draft=drafts)
+    plan = _plan(target, LayerRange(0, 14), draft=drafts, is_apart=True)
     print(plan.words())
     assert plan.total < 9.5e9
+
+
+def test_a_gpu_does_not_hold_an_embedding_that_nothing_on_it_reads(qwen, tiny, tmp_path):
+    """7B's is 1 GB, and a block needs a few rows. The first layers alone have it; a tied head is it; a draft that was
+    made for the target reads it; on the CPU there is nothing to be gained."""
+    shape = check_folder(qwen[0])
+    gpu, cpu = torch.device("cuda:0"), torch.device("cpu")
+    cut = whole_draft(tmp_path / "cut", tiny("llama").folder, list(range(100)))
+    options = {"draft": f"model:{qwen[1]}", "draft_device": gpu}
+    made_for_it = {"draft": f"model:{cut}", "draft_device": gpu}
+    small = check_folder(qwen[1])
+    assert memory.is_embedding_apart(shape, LayerRange(0, 14), gpu, **options)
+    assert memory.is_embedding_apart(shape, LayerRange(0, 28), gpu, **options)
+    assert memory.is_embedding_apart(small, LayerRange(0, 23), gpu, draft="none", draft_device=gpu)
+    assert memory.is_embedding_apart(shape, LayerRange(0, 14), gpu, **made_for_it | {"draft_device": cpu})
+    assert not memory.is_embedding_apart(small, LayerRange(0, 24), gpu, draft="none", draft_device=gpu)
+    assert not memory.is_embedding_apart(shape, LayerRange(14, 28), gpu, **options)
+    assert not memory.is_embedding_apart(shape, LayerRange(0, 14), gpu, **made_for_it)
+    assert not memory.is_embedding_apart(shape, LayerRange(0, 14), cpu, **options)
+    plans = [_plan(qwen[0], LayerRange(0, 14), is_apart=is_apart).weights for is_apart in (False, True)]
+    assert plans[0] - plans[1] == 152064 * 3584 * 2
 
 
 def test_with_int8_weights_an_8_gb_card_holds_them(qwen):
@@ -248,7 +269,7 @@ def _card(monkeypatch, free):
 def test_beside_a_draft_the_context_is_the_largest_too(qwen, monkeypatch):
     """Its caches end where the slice's end: they are not counted for the context that the model was made for."""
     target, draft = qwen
-    card = _card(monkeypatch, CARD) | {"draft": f"model:{draft}"}
+    card = _card(monkeypatch, CARD - GIB) | {"draft": f"model:{draft}"}
     largest = memory.plan_load(target, LayerRange(0, 14), **card).context
     assert 4096 < largest < 32768
     memory.plan_load(target, LayerRange(0, 14), context=largest, **card)
@@ -283,6 +304,21 @@ def test_a_plan_needs_the_configuration_alone(qwen, monkeypatch):
     (qwen[0] / "model.safetensors").unlink()
     card = _card(monkeypatch, CARD)
     assert memory.plan_load(qwen[0], LayerRange(14, 28), **card, context=512).context == 512
+
+
+def test_where_a_draft_makes_the_usual_division_too_large_the_border_moves(qwen, monkeypatch):
+    """Layers are shared by free memory; the draft is beside the first of them."""
+    options = {"dtype": "float16", "devices": ("cuda:0", "cuda:1"), "draft": f"model:{qwen[1]}", "context": 512}
+    _fake_gpus(monkeypatch, cuda_0=16 * GIB, cuda_1=16 * GIB)
+    plan = memory.plan_load(qwen[0], LayerRange(0, 14), **options)
+    assert [str(each) for each in plan.ranges] == ["0:7", "7:14"]
+    needed = plan.devices[0][1].total
+    _fake_gpus(monkeypatch, cuda_0=needed - 1, cuda_1=needed - 1)
+    moved = memory.plan_load(qwen[0], LayerRange(0, 14), **options)
+    assert [str(each) for each in moved.ranges] == ["0:6", "6:14"] and moved.context == 512
+    _fake_gpus(monkeypatch, cuda_0=needed // 2, cuda_1=needed // 2)
+    with pytest.raises(NotEnoughMemory):
+        memory.plan_load(qwen[0], LayerRange(0, 14), **options)
 
 
 def test_a_device_that_its_first_part_fills_has_no_room_for_the_second(qwen, monkeypatch):

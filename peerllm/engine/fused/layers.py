@@ -152,7 +152,7 @@ class FusedSlice:
         self.hidden = buffer(max_rows, shape.width)
         self.slots = buffer(max_batch, of=torch.int32)
         self.tokens = buffer(max_rows, of=torch.int64)
-        self._source = buffer(max_rows, shape.width) if not part.is_first else None
+        self._source = buffer(max_rows, shape.width) if not part.takes_tokens else None
         self._qkv = buffer(max_rows, self._qkv_width)
         self._attended = buffer(max_rows, shape.heads * shape.head_dim)
         self._inner = buffer(max_rows, shape.intermediate)
@@ -185,9 +185,9 @@ class FusedSlice:
 
     @property
     def source(self) -> torch.Tensor:
-        """Where a middle or last slice's hidden states `[max_rows, width]` are put before `forward`."""
+        """Where hidden states `[max_rows, width]` are put before `forward`, if the slice takes no tokens."""
         if self._source is None:
-            raise RuntimeError("a first slice takes tokens")
+            raise RuntimeError("this slice takes tokens")
         return self._source
 
     def forward(self, rows_each: int, batch: int = 1) -> torch.Tensor:
@@ -225,14 +225,15 @@ class FusedSlice:
 
     def _take_in(self, count: int) -> None:
         width = self.part.shape.width
-        source = self._source if self.part.embed is None else self.part.embed.weight
+        embed = self.part.embed if self.part.takes_tokens else None
+        source = self._source if embed is None else embed.weight
         # Wide blocks use no sums; all their rows' land in row 0 of nothing that is read.
         sums = self._sums[0] if count <= self._narrow else self._delta.view(torch.float32)
         stride = self._sums_stride if count <= self._narrow else 1
         rows.take_in[(count,)](
             source, self.tokens, self.hidden, sums,
             WIDTH=width, PADDED=_power_of_two(width), SUMS_STRIDE=stride,
-            IS_EMBEDDING=self.part.embed is not None, IS_DEPENDENT=self.is_dependent,
+            IS_EMBEDDING=embed is not None, IS_DEPENDENT=self.is_dependent,
             launch_pdl=self.is_dependent,
         )  # fmt: skip
         self._sum_count = 1

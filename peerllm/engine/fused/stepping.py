@@ -79,7 +79,7 @@ def supports_one_kernel(part: ModelSlice, layers: Sequence[Joined], programs: in
     if part.embed is None:
         return False
     return (
-        part.is_first
+        part.takes_tokens
         and part.is_last
         and part.dtype != torch.float32
         and layers[0].qkv.scales is None
