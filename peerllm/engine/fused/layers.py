@@ -142,9 +142,6 @@ class FusedSlice:
         self._is_fp32 = dtype == torch.float32
         self._qkv_width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         self._sums_stride = _power_of_two(max(16, programs, -(-shape.width // 8)))
-        self._one_kernel: OneKernelStep | None = None
-        if programs and supports_one_kernel(part, self._layers, programs):
-            self._one_kernel = OneKernelStep(part, cache, self._layers, programs)
 
         def buffer(*size: int, of: torch.dtype = dtype) -> torch.Tensor:
             return torch.zeros(size, dtype=of, device=device)
@@ -182,6 +179,11 @@ class FusedSlice:
         self._partial = buffer(parts, shape.head_dim, of=torch.float32)
         self._partial_max = buffer(parts, of=torch.float32)
         self._partial_sum = buffer(parts, of=torch.float32)
+        self._one_kernel: OneKernelStep | None = None
+        if programs and supports_one_kernel(part, self._layers, programs):
+            step = OneKernelStep(part, cache, self._layers, programs)
+            if step.works(self.tokens, self.slots, self.hidden, self._qkv, self._sums[0]):
+                self._one_kernel = step
 
     @property
     def source(self) -> torch.Tensor:

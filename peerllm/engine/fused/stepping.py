@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from triton import TritonError
 
 from peerllm.engine.cache import KvCache
 from peerllm.engine.fused import step
@@ -51,6 +54,23 @@ class OneKernelStep:
         self._arrived = torch.zeros(2, dtype=torch.int32, device=device)
         self._has_bias = layers[0].qkv.bias is not None
         self._has_qk_norm = layers[0].q_norm is not None
+
+    def works(
+        self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor, qkv: torch.Tensor, sums: torch.Tensor
+    ) -> bool:
+        """Whether the device takes it: one step of `run`'s. Where it does not, for want of registers or of room for all
+        programs at once, a warning says why, and five kernels a layer do the work."""
+        is_gpu = hidden.device.type == "cuda"
+        try:
+            # Triton launches on the current device.
+            with torch.cuda.device(hidden.device) if is_gpu else contextlib.nullcontext():
+                self.run(tokens, slots, hidden, qkv, sums)
+            if is_gpu:
+                torch.cuda.synchronize(hidden.device)
+        except (RuntimeError, TritonError) as error:
+            warnings.warn(f"a draft's step does not run as one kernel here: {error}", stacklevel=2)
+            return False
+        return True
 
     def run(
         self, tokens: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor, qkv: torch.Tensor, sums: torch.Tensor

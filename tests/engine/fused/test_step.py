@@ -31,6 +31,43 @@ def test_a_token_after_rewinds_with_poison_past_the_position(family, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_where_a_device_does_not_take_the_kernel_the_usual_ones_do_the_work(tmp_path):
+    code = f"from tests.engine.fused import test_step; test_step.check_refused({str(tmp_path)!r})"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", code],
+        capture_output=True, text=True, timeout=280, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "a draft's step does not run as one kernel here: too many blocks in cooperative launch" in done.stderr
+
+
+@torch.inference_mode()
+def check_refused(root: str) -> None:
+    from pathlib import Path
+
+    from peerllm.engine.fused import layers
+    from peerllm.engine.slice import ModelSlice, read_config
+    from peerllm.engine.weights import load_weights
+    from peerllm.protocol.identity import LayerRange
+    from tests import tiny_models
+
+    def refuse(*_):
+        raise RuntimeError("too many blocks in cooperative launch")
+
+    folder = tiny_models.make_model(Path(root) / "model", "llama", layers=1, hidden=256, heads=4, kv_heads=1)
+    part = ModelSlice(read_config(folder), LayerRange(0, 1))
+    load_weights(part, folder, torch.float16, "cpu", lambda stage, fraction: None)
+    part.prepare(80)
+    layers.supports_one_kernel = lambda *_: True
+    layers.OneKernelStep.run = refuse
+    fused = layers.FusedSlice(part, part.make_cache(slots=1, capacity=80), max_rows=1, programs=1)
+    fused.tokens[0] = 5
+    reference = part.make_cache(slots=1, capacity=80)
+    expected = part(torch.tensor([[5]]), reference.view([0], 1))[0]
+    assert float((fused.forward(1) - expected).abs().max()) < TOLERANCE["float16"]
+
+
 @torch.inference_mode()
 def check(family: str, root: str) -> None:
     from pathlib import Path
