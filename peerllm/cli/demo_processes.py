@@ -155,7 +155,7 @@ def stage() -> Iterator[Stage]:
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, interrupt), signal.SIGINT: signal.getsignal(signal.SIGINT)}
     # A Unix socket's path has room for about a hundred characters.
     base = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) <= _LONGEST_BASE else "/tmp")
     try:
@@ -164,10 +164,10 @@ def stage() -> Iterator[Stage]:
             try:
                 yield here
             finally:
-                # A second Ctrl-C must not leave half of it behind.
-                with contextlib.suppress(ValueError):
-                    signal.signal(signal.SIGINT, signal.SIG_IGN)
+                # A second Ctrl-C or SIGTERM must not leave half of it behind.
+                for number in _ENDS:
+                    signal.signal(number, signal.SIG_IGN)
                 here.stop()
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in before.items():
+            signal.signal(number, handler)
