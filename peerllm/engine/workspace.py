@@ -67,14 +67,13 @@ def workspace_bytes(
     queries = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     width = 5 * shape.hidden_size + 2 * queries + 3 * shape.intermediate_size
     size = _ROWS * width * DTYPE_BYTES[dtype]
-    # A layer's attention is over when a verdict begins.
-    passing = attention_bytes(shape, dtype, positions=positions, path=path)
+    attending, choosing = attention_bytes(shape, dtype, positions=positions, path=path), 0
     if layers.last >= shape.layers:
-        logits = shape.vocabulary * DTYPE_BYTES[dtype]
         if path != "eager":
-            size += BLOCK_ROWS * logits  # the static ones
-        passing = max(passing, choice_bytes(shape.vocabulary, dtype, rows=verdict_rows, path=path))
-    size += passing
+            size += verdict_rows * shape.vocabulary * DTYPE_BYTES[dtype]  # the static logits
+        choosing = choice_bytes(shape.vocabulary, dtype, rows=verdict_rows, path=path)
+    # The fused path's buffers stay. Elsewhere a layer's attention is over when a verdict begins.
+    size += attending + choosing if path == "fused" else max(attending, choosing)
     if weights == INT8:
         # Wide blocks widen one weight at a time, and narrow ones split their rows into planes.
         size += max(2 * shape.intermediate_size, queries) * shape.hidden_size * DTYPE_BYTES[dtype]
@@ -102,7 +101,7 @@ def attention_bytes(shape: ModelShape, dtype: str, *, positions: int, path: str)
 def choice_bytes(vocabulary: int, dtype: str, *, rows: int, path: str) -> int:
     """Of choosing from `rows` rows, the head's output included."""
     if path == "fused":
-        return 4 * BLOCK_ROWS * vocabulary
+        return 4 * rows * vocabulary
     logits = rows * vocabulary * DTYPE_BYTES[dtype]
     at_once = min(rows, limits.VERDICT_ROWS_AT_ONCE) * vocabulary
     if path == "eager":
