@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from peerllm.engine.machine import host_memory, indexed
-from peerllm.engine.workspace import BLOCK_ROWS, CUDA_CONTEXT_BYTES, path_of, workspace_bytes
+from peerllm.engine.workspace import CUDA_CONTEXT_BYTES, path_of, workspace_bytes
 from peerllm.models.allowlist import ModelShape, read_shape
 from peerllm.models.drafts import is_draft, read_draft
 from peerllm.models.layout import layer_tensors, range_tensors, size_bytes
@@ -241,7 +241,7 @@ def plan_slice(
     is_gpu: bool,
     path: str | None = None,
     draft: int = 0,
-    verdict_rows: int = BLOCK_ROWS,
+    is_of_draft: bool = False,
     is_apart: bool = False,
 ) -> Plan:
     """The plan of one slice of the model in `folder`; `path` is `path_of`'s, by default the best for the device.
@@ -266,7 +266,8 @@ def plan_slice(
         path=path or ("fused" if is_gpu else "eager"),
         is_gpu=is_gpu,
         weights=weights,
-        verdict_rows=verdict_rows,
+        slots=slots,
+        is_draft=is_of_draft,
     )
     return Plan(
         weights=size,
@@ -317,7 +318,7 @@ def plan_draft_alone(
         free=free,
         is_gpu=is_gpu,
         path=path,
-        verdict_rows=1,
+        is_of_draft=True,
     )
     size = plan.weights
     if is_draft(folder):

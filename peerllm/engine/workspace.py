@@ -13,10 +13,14 @@ from peerllm.protocol.identity import INT8, LayerRange
 from peerllm.protocol.tensors import DTYPE_BYTES
 
 GRAPH_BYTES = 64 * limits.MIB
-"""Of the graphs of one model: kernels' nodes and what the driver keeps for them. Measured 30 to 50 MiB."""
-CUDA_CONTEXT_BYTES = 408 * limits.MIB
-"""torch's and cuBLAS's workspaces, the kernels' code and the allocator's rounding, once for a process: what an H200 had
-less than before, beyond what the rest of the plan says."""
+"""Of one model's kernels and fused graphs."""
+LAYER_GRAPH_BYTES = 240 * 1024
+"""Of one layer by modules in one graph: kernels' nodes and what the driver keeps for them. Measured: 231 KiB."""
+GRAPHS_OF_BLOCKS, GRAPHS_OF_VERDICTS, GRAPHS_OF_DRAFT = 10, 9, 3
+"""Of the layers, for each sequence."""
+CUDA_CONTEXT_BYTES = 632 * limits.MIB
+"""cuBLAS's workspaces, the kernels' code and what the allocator's blocks are larger than what is in them, once for a
+process: what an H200 had less than before at the most, beyond what the rest of the plan says."""
 HOST_BYTES = 128 * limits.MIB
 """The same of a process on a CPU."""
 BLOCK_ROWS = limits.MAX_CANDIDATES + 1
@@ -54,16 +58,19 @@ def workspace_bytes(
     positions: int,
     path: str,
     is_gpu: bool,
+    slots: int = 1,
     weights: str = "",
-    verdict_rows: int = BLOCK_ROWS,
+    is_draft: bool = False,
 ) -> int:
     """Bytes beside weights and caches.
 
     Args:
         positions: of one sequence's cache.
         path: one that `path_of` gives.
-        verdict_rows: the most that are judged at once.
+        slots: sequences at once.
+        is_draft: it chooses one row at a time, and has few graphs.
     """
+    verdict_rows = 1 if is_draft else BLOCK_ROWS
     queries = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     width = 5 * shape.hidden_size + 2 * queries + 3 * shape.intermediate_size
     size = _ROWS * width * DTYPE_BYTES[dtype]
@@ -78,7 +85,12 @@ def workspace_bytes(
         # Wide blocks widen one weight at a time, and narrow ones split their rows into planes.
         size += max(2 * shape.intermediate_size, queries) * shape.hidden_size * DTYPE_BYTES[dtype]
         size += 3 * _ROWS * max(shape.intermediate_size, shape.hidden_size, queries)
-    return size + (GRAPH_BYTES + CUDA_CONTEXT_BYTES if is_gpu else HOST_BYTES)
+    if not is_gpu:
+        return size + HOST_BYTES
+    if path == "graph":
+        graphs = GRAPHS_OF_BLOCKS + (GRAPHS_OF_VERDICTS if layers.last >= shape.layers else 0)
+        size += LAYER_GRAPH_BYTES * slots * len(layers) * (GRAPHS_OF_DRAFT if is_draft else graphs)
+    return size + GRAPH_BYTES + CUDA_CONTEXT_BYTES
 
 
 def attention_bytes(shape: ModelShape, dtype: str, *, positions: int, path: str) -> int:

@@ -6,14 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from peerllm.engine import fused
+from peerllm.engine import fused, runner, workspace
 from peerllm.engine.attention import grouped_attention
 from peerllm.engine.choosing import Chooser, SamplingState
+from peerllm.engine.engine import Engine
 from peerllm.engine.sampling import choose
 from peerllm.engine.slice import ModelSlice, read_config
 from peerllm.engine.workspace import HOST_BYTES, is_fusible, path_of, workspace_bytes
@@ -32,6 +34,7 @@ CASES = [(dtype, path, context) for dtype in ("float32", "bfloat16") for path in
          for context in (1024, 32700)]  # fmt: skip
 MEASURE = """
 import json, re, sys
+from collections.abc import Callable
 from pathlib import Path
 import torch
 from peerllm.engine.engine import Engine
@@ -173,3 +176,35 @@ def test_the_fused_paths_partial_sums_of_a_long_context_are_planned(tmp_path: Pa
     )
     split = 128
     assert many - few >= 4 * 16 * shape.heads * ((1 << 17) // split - 1024 // split) * shape.head_dim
+
+
+def test_the_graphs_that_are_planned_are_those_that_are_captured(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", layers=2)
+    captured: list[object] = []
+
+    class Pool(runner.GraphPool):
+        def capture(self, work: Callable[[], object]) -> runner.Replay:
+            captured.append(work)
+            return super().capture(work)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "GraphPool", Pool)
+        patch.setattr("peerllm.engine.drafting.graph.GraphPool", Pool)
+        counts = []
+        for layers in (LayerRange(0, 1), LayerRange(1, 2)):
+            engine = Engine.load(folder, layers, context=64, path="graph", slots=2)
+            counts.append(len(captured))
+            captured.clear()
+            del engine
+        Engine.load(folder, LayerRange(0, 1), context=64, path="graph", slots=2, draft=f"model:{folder}")
+    # Those that choose with cuts have no layers in them.
+    assert counts[0] == 2 * workspace.GRAPHS_OF_BLOCKS
+    assert counts[1] == 2 * (workspace.GRAPHS_OF_BLOCKS + workspace.GRAPHS_OF_VERDICTS) + len(runner.BUCKETS)
+    assert len(captured) == counts[0] + 2 * workspace.GRAPHS_OF_DRAFT + 1
+    plans = [
+        workspace.workspace_bytes(
+            read_shape(folder), LayerRange(0, 2), "float16", positions=100, path=path, slots=2, is_gpu=True
+        )
+        for path in ("fused", "graph")
+    ]
+    assert plans[1] - plans[0] >= 2 * 2 * 19 * workspace.LAYER_GRAPH_BYTES
