@@ -1,9 +1,9 @@
 """What a half takes of a GPU, beside what the plan says: `python3 -m peerllm.engine.bench_memory`.
 
-Random weights of a named shape. Each case is a process of its own that builds the half and its draft, captures the
-graphs, fills every sequence to its end and runs blocks of every kind. What the device has less by then is what was
-taken; CUDA's own context comes before the plan looks at what is free, and is told apart. Needs a GPU that nothing else
-uses meanwhile.
+Planted models of named shapes. Each case is a process of its own that loads the half and its draft as a peer does,
+fills every sequence to its end and runs blocks of every kind. What the device has less by then is what was taken;
+CUDA's own context comes before the plan looks at what is free, and is told apart. Needs a GPU that nothing else uses
+meanwhile.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from peerllm.engine import codec, memory
-from peerllm.engine.drafting.graph import GraphDrafter
-from peerllm.engine.drafting.model import ModelDrafter
 from peerllm.engine.engine import Engine
-from peerllm.engine.int8 import quantise_layer
-from peerllm.engine.running import make_static
-from peerllm.engine.shapes import NAMES, named_config, random_slice
+from peerllm.engine.planting import DRAFT, TARGET, write_pair
+from peerllm.engine.shapes import NAMES, named_config
 from peerllm.protocol import limits
 from peerllm.protocol.identity import INT8, UNQUANTISED, LayerRange
 from peerllm.protocol.requests import Sampling
@@ -64,56 +62,31 @@ CASES = (
 
 
 class Holder:
-    """An engine of random weights, and what was planned for it."""
+    """A case as a peer holds it: planned and loaded from planted models, then used."""
 
     def __init__(self, case: Case, options: argparse.Namespace) -> None:
         self._case, self._context, self._dtype = case, options.context, options.dtype
-        self._device = torch.device(options.device)
-        self._config = named_config(options.shape)
-        self._draft_config = named_config(options.draft_shape)
-        half = self._config.num_hidden_layers // 2
-        self._layers = LayerRange(0, half) if case.is_first else LayerRange(half, self._config.num_hidden_layers)
+        self._folder = Path(options.folder)
+        count = named_config(options.shape).num_hidden_layers
+        self._width = named_config(options.shape).hidden_size
+        self._layers = LayerRange(0, count // 2) if case.is_first else LayerRange(count // 2, count)
+        self._held: dict[str, Any] = {
+            "dtype": options.dtype,
+            "devices": (options.device,),
+            "draft": f"model:{self._folder / DRAFT}" if case.is_first else "none",
+            "weights": case.weights,
+            "slots": case.slots,
+            "path": case.path,
+            "context": options.context,
+        }
 
-    def planned(self) -> memory.Plan:
-        """From the configuration alone, as before a load."""
-        is_gpu = self._device.type == "cuda"
-        with tempfile.TemporaryDirectory() as target, tempfile.TemporaryDirectory() as draft:
-            self._config.save_pretrained(target)
-            self._draft_config.save_pretrained(draft)
-            common: dict[str, Any] = {
-                "dtype": self._dtype, "context": self._context, "slots": self._case.slots,
-                "is_gpu": is_gpu, "path": self._case.path,
-            }  # fmt: skip
-            of_draft = memory.plan_draft(draft, **common) if self._case.is_first else 0
-            return memory.plan_slice(
-                target, self._layers, weights=self._case.weights, free=0, draft=of_draft, is_apart=self._case.is_first,
-                **common,
-            )  # fmt: skip
+    def plan(self) -> memory.Plan:
+        """As before a load."""
+        found = memory.plan_load(self._folder / TARGET, self._layers, **self._held)
+        return found.devices[0][1]
 
-    def build(self) -> Engine:
-        dtype = codec.DTYPES[self._dtype]
-        part = random_slice(
-            self._config, self._layers, dtype=dtype, device=self._device, is_embedding_apart=self._case.is_first
-        )
-        if self._case.weights == INT8:
-            for layer in part.layers:
-                quantise_layer(layer)
-        drafter = self._drafter() if self._case.is_first else None
-        return Engine(
-            part, context=self._context, wire_codec=_CODEC, dtype=self._dtype, slots=self._case.slots,
-            drafter=drafter, path=self._case.path,
-        )  # fmt: skip
-
-    def _drafter(self) -> GraphDrafter | ModelDrafter:
-        config = self._draft_config
-        whole = LayerRange(0, config.num_hidden_layers)
-        part = random_slice(config, whole, dtype=codec.DTYPES[self._dtype], device=self._device)
-        capacity = memory.cache_positions(self._context)
-        part.prepare(capacity)
-        cache = part.make_cache(slots=self._case.slots, capacity=capacity)
-        static = make_static(part, cache, self._case.path, max_rows=limits.PREFILL_CHUNK_ROWS, is_draft=True)
-        vocabulary = min(config.vocab_size, self._config.vocab_size)
-        return ModelDrafter(part, cache, vocabulary) if static is None else GraphDrafter(static, vocabulary)
+    def load(self) -> Engine:
+        return Engine.load(self._folder / TARGET, self._layers, wire_codec=_CODEC, **self._held)
 
     def use(self, engine: Engine) -> None:
         """Every sequence up to its end, and blocks with and without top-k and top-p at its end."""
@@ -142,7 +115,7 @@ class Holder:
                 engine.verify(slot, start, [5] * count, self._payload(count + 1))
 
     def _payload(self, rows: int) -> bytes:
-        hidden = torch.ones(rows, self._config.hidden_size, dtype=codec.DTYPES[self._dtype])
+        hidden = torch.ones(rows, self._width, dtype=codec.DTYPES[self._dtype])
         return codec.encode(hidden, _CODEC)
 
 
@@ -152,8 +125,8 @@ def hold(case: Case, options: argparse.Namespace) -> None:
     device = torch.device(options.device)
     before = memory.free_memory(device)
     holder = Holder(case, options)
-    plan = holder.planned()
-    engine = holder.build()
+    plan = holder.plan()
+    engine = holder.load()
     holder.use(engine)
     gc.collect()
     found = {"planned": plan.total}
@@ -162,6 +135,7 @@ def hold(case: Case, options: argparse.Namespace) -> None:
         found |= {
             "taken": before - memory.free_memory(device),
             "reserved": torch.cuda.memory_reserved(device),
+            "most_reserved": torch.cuda.max_memory_reserved(device),
             "allocated": torch.cuda.memory_allocated(device),
         }
     print(json.dumps(found), flush=True)
@@ -193,6 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--json", action="store_true", help="a line of figures for each case, in bytes")
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.context < 2 * limits.MAX_CANDIDATES:
         parser.error(f"argument --context: {2 * limits.MAX_CANDIDATES} positions at least are needed")
@@ -205,8 +180,16 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"argument --device: {options.device!r} cannot be used: {str(error).splitlines()[0]}")
     if device.type != "cuda":
         parser.error(f"argument --device: memory is counted on a GPU; got {options.device!r}")
+    with tempfile.TemporaryDirectory(prefix="peerllm-memory-") as folder:
+        options.folder = folder
+        write_pair(Path(folder), options.shape, options.draft_shape, (0.9,), options.dtype)
+        return 1 if _measure_all(options, device) else 0
+
+
+def _measure_all(options: argparse.Namespace, device: torch.device) -> bool:
+    """Whether a case failed."""
     passed = [f"--{name.replace('_', '-')}={getattr(options, name)}"
-              for name in ("device", "dtype", "shape", "draft_shape", "context")]  # fmt: skip
+              for name in ("device", "dtype", "shape", "draft_shape", "context", "folder")]  # fmt: skip
     failed = False
     for index, case in enumerate(CASES):
         try:
@@ -220,7 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             listed = ", ".join(f"{name} {size // _MIB}" for name, size in found.items())
             print(f"{case.words()}, MiB: {listed}", flush=True)
-    return 1 if failed else 0
+    return failed
 
 
 if __name__ == "__main__":

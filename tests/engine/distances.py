@@ -138,7 +138,7 @@ def random_rewinds(engines: list[Engine], count: int, seed: int, *, slot: int = 
             cache.rewind(slot, keep)
             if turn % 10 == 0:
                 poison(cache)
-            hidden = engine._runner.forward(slot, torch.tensor(tokens, device=engine.part.device))
+            hidden = engine._runner.forward(slot, engine.part.inputs_of(tokens))
             cache.advance([slot], rows)
             found.append(engine.part.logits(hidden).float())
         length = keep + rows
