@@ -21,7 +21,7 @@ from peerllm.protocol.errors import PeerllmError
 _PR_SET_PDEATHSIG = 1
 _STOP_SECONDS = 1.0
 _LONGEST_BASE = 60
-_ENDS = (signal.SIGINT, signal.SIGTERM)
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class DemoFailed(PeerllmError):
@@ -30,7 +30,7 @@ class DemoFailed(PeerllmError):
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait. One that came while Python forks would be raised in a callback of the fork's, where
+    """Ctrl-C, SIGTERM and SIGHUP wait. One that came while Python forks would be raised in a callback of the fork's, where
     exceptions are printed and forgotten; one a little later would leave a process that nobody knows of."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
     try:
@@ -150,12 +150,16 @@ class Stage:
 
 @contextlib.contextmanager
 def stage() -> Iterator[Stage]:
-    """A stage; at its end, however it comes, every process and the folder are gone. SIGTERM counts as Ctrl-C."""
+    """A stage; at its end, however it comes, every process and the folder are gone. SIGTERM counts as Ctrl-C, and so
+    does SIGHUP unless it is ignored, as `nohup` has it."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, interrupt), signal.SIGINT: signal.getsignal(signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in _ENDS}
+    signal.signal(signal.SIGTERM, interrupt)
+    if before[signal.SIGHUP] is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, interrupt)
     # A Unix socket's path has room for about a hundred characters.
     base = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) <= _LONGEST_BASE else "/tmp")
     try:
@@ -164,7 +168,7 @@ def stage() -> Iterator[Stage]:
             try:
                 yield here
             finally:
-                # A second Ctrl-C or SIGTERM must not leave half of it behind.
+                # A second Ctrl-C, SIGTERM or SIGHUP must not leave half of it behind.
                 for number in _ENDS:
                     signal.signal(number, signal.SIG_IGN)
                 here.stop()

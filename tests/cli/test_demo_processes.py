@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+
+import pytest
 
 AT_THE_WORST_MOMENT = """
 import os, signal, sys
@@ -32,7 +35,8 @@ TWICE = """
 import os, signal, sys
 from peerllm.cli.demo_processes import Stage, stage
 
-theirs = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+theirs = {number: signal.signal(number, lambda *_: None) for number in ends}
 mine = {number: signal.getsignal(number) for number in theirs}
 stop = Stage.stop
 
@@ -47,21 +51,47 @@ Stage.stop = press_again
 try:
     with stage() as here:
         here.start("sleeping", "http.server", "0")
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
 except KeyboardInterrupt:
     print([child._process.poll() is not None for child in here._children], os.path.exists(here.folder))
 print({number: signal.getsignal(number) for number in theirs} == mine)
 """
 
 
-def test_ends_asked_for_again_while_it_ends_leave_nothing_behind_and_handlers_are_given_back():
-    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=30, check=False)
-    assert (done.stdout, done.stderr) == ("[True] False\nTrue\n", "")
+IGNORED = """
+import os, signal
+from peerllm.cli.demo_processes import stage
+
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+with stage() as here:
+    os.kill(os.getpid(), signal.SIGHUP)
+    print("went on")
+print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)
+"""
 
 
-def test_an_end_asked_for_while_a_process_is_forked_is_not_lost_and_neither_is_the_process():
-    for name in ("SIGINT", "SIGTERM"):
-        done = subprocess.run(
-            [sys.executable, "-c", AT_THE_WORST_MOMENT, name], capture_output=True, text=True, timeout=30, check=False
-        )
-        assert (done.stdout, done.stderr) == ("stopped 1 [True]\n", ""), name
+def run(code: str, *words: str) -> tuple[str, str]:
+    """What it printed, and its errors. What runs under nohup begins with a SIGHUP that is ignored; this does not."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    )
+    return done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_ends_asked_for_again_while_it_ends_leave_nothing_behind_and_handlers_are_given_back(name: str) -> None:
+    assert run(TWICE, name) == ("[True] False\nTrue\n", "")
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_an_end_asked_for_while_a_process_is_forked_is_not_lost_and_neither_is_the_process(name: str) -> None:
+    assert run(AT_THE_WORST_MOMENT, name) == ("stopped 1 [True]\n", "")
+
+
+def test_a_hangup_that_is_ignored_stays_so() -> None:
+    assert run(IGNORED) == ("went on\nTrue\n", "")
