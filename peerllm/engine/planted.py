@@ -158,20 +158,34 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    from safetensors import SafetensorError
+
     from peerllm.engine.shapes import NAMES, named_config
 
     parser = argparse.ArgumentParser(prog="python -m peerllm.engine.planted", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", required=True, choices=NAMES)
     parser.add_argument(
-        "--agree", type=float, default=1.0, help="share of tokens after which it agrees with the target"
+        "--agree", type=_share, default=1.0, help="share of tokens after which it agrees with the target"
     )
     parser.add_argument("--dtype", default="float16", choices=tuple(DTYPES))
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     config = named_config(options.shape)
     wrong = random_disagreements(config.vocab_size, options.agree, options.seed)
-    write_planted(options.folder, config, dtype=options.dtype, disagreements=wrong, seed=options.seed)
+    try:
+        write_planted(options.folder, config, dtype=options.dtype, disagreements=wrong, seed=options.seed)
+    except (OSError, SafetensorError) as error:
+        parser.exit(
+            1, f"{parser.prog}: {options.folder} cannot be written: {getattr(error, 'strerror', None) or error}\n"
+        )
+
+
+def _share(words: str) -> float:
+    value = float(words)
+    if not 0.0 <= value <= 1.0:
+        raise argparse.ArgumentTypeError("a share is from 0 to 1")
+    return value
 
 
 if __name__ == "__main__":

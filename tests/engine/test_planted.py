@@ -61,3 +61,23 @@ def test_the_tokens_are_words_that_come_back(target):
     assert len(prompt) == 6 and prompt[-1] == VOCABULARY - 1
     pair = Pair.load(target, context=64)
     assert tokenizer.decode(pair.generate(prompt, 4, 0).tokens) == " t8 t9 t10 t11"
+
+
+@pytest.mark.parametrize("share", ["1.5", "-1", "nan", "most"])
+def test_a_share_is_from_0_to_1(share: str, tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        planted.main([str(tmp_path / "model"), "--shape", "qwen2.5-tiny", f"--agree={share}"])
+    assert ended.value.code == 2
+    assert "argument --agree: " in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("place", ["a file", "a file/in it", "no tensor"])
+def test_a_folder_that_cannot_be_written_is_one_line(place: str, tmp_path, capsys) -> None:
+    (tmp_path / "a file").write_text("")
+    (tmp_path / "no tensor" / "layer-0.safetensors").mkdir(parents=True)
+    with pytest.raises(SystemExit) as ended:
+        planted.main([str(tmp_path / place), "--shape", "qwen2.5-tiny"])
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"python -m peerllm.engine.planted: {tmp_path / place} cannot be written: ")
