@@ -214,5 +214,7 @@ def _has_fileno(stream: Any) -> bool:
 
 def _exit_words(code: int | None) -> str:
     if code is not None and code < 0:
-        return f"signal {signal.Signals(-code).name}"
+        # The kernel's way to get memory back, and hardly anybody else's.
+        reason = ", as when memory runs out" if -code == signal.SIGKILL else ""
+        return f"signal {signal.Signals(-code).name}{reason}"
     return f"exit status {code}"

@@ -115,7 +115,7 @@ class Engine:
             context: positions wanted; None is what fits. Never more than the model was made for.
             draft: `none`, `ngram` or `model:PATH`; only the first slice drafts.
             weights: one of `weights.WEIGHTS`, for the layers of the target.
-            slots: sequences at once; by default MAX_SESSIONS, and MAX_GPU_SESSIONS on a GPU.
+            slots: sequences at once; by default as many as `plan_load` says.
             path: one of `running.PATHS`.
 
         Raises:
@@ -171,7 +171,7 @@ class Engine:
                 progress=progress,
             )
             if draft_device is not None and isinstance(drafter, ModelDrafter | GraphDrafter):
-                drafter = AheadDrafter(drafter)
+                drafter = AheadDrafter(drafter, draft_device)
         seconds["draft"] = time.perf_counter() - clock
         progress("getting ready", 0.0)
         engine = cls(part, context=context, wire_codec=wire_codec, dtype=dtype, slots=slots, drafter=drafter, path=path)
@@ -189,7 +189,10 @@ class Engine:
         """
         self.close(session)
         if not self._free:
-            raise Overloaded(f"all {self._cache.slots} sequences that this peer can hold are in use")
+            count = self._cache.slots
+            raise Overloaded(
+                f"all {count} sequences that this peer can hold are in use; a smaller context makes room for more"
+            )
         slot = self._free.pop()
         self._cache.rewind(slot, 0)
         self.drafter.forget(slot)

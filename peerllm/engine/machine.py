@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,48 @@ def indexed(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "cpu" else device
 
 
-def host_memory() -> tuple[int, int]:
-    """(available, total) bytes of this machine's memory; zeros where the kernel does not say."""
+def host_memory(root: Path = Path("/")) -> tuple[int, int]:
+    """(available, total) bytes of this process's memory: the machine's, or less where a control group such as a
+    container's has a limit. Zeros where the kernel does not say."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:
         return 0, 0
     kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.split()}
-    return kib.get("MemAvailable", 0) * limits.KIB, kib.get("MemTotal", 0) * limits.KIB
+    available, total = kib.get("MemAvailable", 0) * limits.KIB, kib.get("MemTotal", 0) * limits.KIB
+    for limit, used in _group_limits(root):
+        available, total = min(available, max(1, limit - used)), min(total, limit)
+    return available, total
+
+
+def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, used) bytes of each control group around this process that has a limit, of either version."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if kinds == "":
+            mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in kinds.split(","):
+            mount = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # In a container the path may be the host's, which is not there: the mount is the container's own group then.
+        group = mount / path.lstrip("/")
+        for each in (group, *group.parents):
+            yield from _limit_of(each, *names)
+            if each == mount:
+                break
+
+
+def _limit_of(group: Path, limit: str, usage: str, inactive: str) -> Iterator[tuple[int, int]]:
+    try:
+        most, used = int((group / limit).read_text()), int((group / usage).read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return  # no limit is the word `max`
+    # Files that were read and are not in use go when memory is needed.
+    yield most, used - int(stat.get(inactive, 0))

@@ -7,7 +7,8 @@ device that is too small says so, with the numbers and the largest context that 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -68,6 +69,8 @@ class Plan:
 
 
 Plans = list[tuple[torch.device, Plan]]
+_PlansAt = Callable[[list[LayerRange], int], Plans]
+"""Of a division of the layers and so many positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,24 +118,25 @@ def plan_load(
         is_context_named: `context` has to fit; otherwise the largest up to it that does is taken.
         is_early: the load comes later: a context that is not named leaves something of what is free, and is a multiple
             of LEAST_CONTEXT.
+        slots: sequences at once; None: MAX_GPU_SESSIONS, and on a CPU as many as fit, up to MAX_SESSIONS.
 
     Raises:
         NotEnoughMemory: with the numbers: the named context does not fit, or too little does.
     """
     places = [torch.device(each) for each in devices]
-    if slots is None:
-        slots = limits.MAX_SESSIONS if places[0].type == "cpu" else limits.MAX_GPU_SESSIONS
+    least_slots = slots or (1 if places[0].type == "cpu" else limits.MAX_GPU_SESSIONS)
+    most_slots = slots or (limits.MAX_SESSIONS if places[0].type == "cpu" else limits.MAX_GPU_SESSIONS)
     shape = read_shape(Path(folder))
     most = shape.max_context
     is_named = context is not None and is_context_named
     wanted = min(context or most, most)
     drafting = torch.device(draft_device or places[0])
     free = {indexed(each): free_memory(each) for each in (*places, drafting)}
-    divisions = divisions_of(layers, [free[indexed(place)] for place in places])
+    ranges = split_range(layers, [free[indexed(place)] for place in places]) if len(places) > 1 else [layers]
     if is_early and not is_named:
         free = {place: size - size // _SPARE for place, size in free.items()}
 
-    def plans_at(ranges: list[LayerRange], positions: int) -> Plans:
+    def plans_at(ranges: list[LayerRange], positions: int, slots: int = least_slots) -> Plans:
         return plans_for(
             folder,
             ranges,
@@ -147,19 +151,17 @@ def plan_load(
             free=free,
         )
 
-    ranges = next((each for each in divisions if _fit(plans_at(each, wanted))), None)
-    if ranges is None:
+    if not _fit(plans_at(ranges, wanted)):
         least = wanted if is_named else min(limits.LEAST_CONTEXT, wanted)
-        contexts = [largest_context(partial(plans_at, each), wanted) for each in divisions]
-        largest = max(contexts)
-        ranges = divisions[contexts.index(largest)]
+        largest, ranges = _best_division(ranges, wanted, plans_at)
         if largest < least:
             _refuse(plans_at(ranges, least), largest, layers)
         if is_early:
             largest -= largest % limits.LEAST_CONTEXT  # so that it is the same after a restart, more often than not
         wanted = largest
+    slots = next((count for count in range(most_slots, 0, -1) if _fit(plans_at(ranges, wanted, count))), least_slots)
     is_apart = is_embedding_apart(shape, ranges[0], places[0], draft=draft, draft_device=drafting)
-    return LoadPlan(wanted, ranges, slots, plans_at(ranges, wanted), is_apart)
+    return LoadPlan(wanted, ranges, slots, plans_at(ranges, wanted, slots), is_apart)
 
 
 def largest_context(plans_at: Callable[[int], Plans], most: int) -> int:
@@ -216,17 +218,44 @@ def is_embedding_apart(
     return not is_shared
 
 
-def divisions_of(layers: LayerRange, free_bytes: Sequence[int]) -> list[list[LayerRange]]:
-    """Ways to divide `layers` over devices: `split_range`'s, then those with one layer more or less at one border. A
-    draft, a head or another use of a device's memory can make one of these the one that fits."""
-    usual = split_range(layers, free_bytes) if len(free_bytes) > 1 else [layers]
-    found = [usual]
-    for border, (before, after) in enumerate(itertools.pairwise(usual)):
-        for edge in (before.last - 1, before.last + 1):
-            if before.first < edge < after.last:
-                moved = [LayerRange(before.first, edge), LayerRange(edge, after.last)]
-                found.append([*usual[:border], *moved, *usual[border + 2 :]])
-    return found
+def _best_division(ranges: list[LayerRange], wanted: int, plans_at: _PlansAt) -> tuple[int, list[LayerRange]]:
+    """The largest context up to `wanted` that fits, and the division of `ranges`' layers for it. A draft, a head or
+    another's use of a device can make it another one than free memory alone says."""
+    largest, best, positions = -1, ranges, wanted
+    while largest < wanted:
+        ranges = _with_most_room(best, positions, plans_at)
+        found = largest_context(partial(plans_at, ranges), wanted)
+        if found <= largest:
+            break
+        largest, best, positions = found, ranges, min(found + 1, wanted)
+    return largest, best
+
+
+def _with_most_room(ranges: list[LayerRange], positions: int, plans_at: _PlansAt) -> list[LayerRange]:
+    """The division whose fullest device has the most to spare at so many positions, a neighbour at a time."""
+    room = _room(plans_at(ranges, positions))
+    while True:
+        found = [(_room(plans_at(each, positions)), each) for each in _neighbours(ranges)]
+        most, best = max(found, key=lambda each: each[0], default=(room, ranges))
+        if most <= room:
+            return ranges
+        room, ranges = most, best
+
+
+def _room(plans: Plans) -> list[float]:
+    """Bytes that each device has to spare, the fewest first."""
+    return sorted(plan.free - plan.total if plan.free else math.inf for _, plan in plans)
+
+
+def _neighbours(ranges: list[LayerRange]) -> Iterator[list[LayerRange]]:
+    """Divisions with one border, or several beside each other, a layer further on or back."""
+    borders = [each.last for each in ranges[:-1]]
+    for first, last in itertools.combinations(range(len(borders) + 1), 2):
+        for step in (-1, 1):
+            moved = [at + step if first <= index < last else at for index, at in enumerate(borders)]
+            edges = [ranges[0].first, *moved, ranges[-1].last]
+            if all(before < after for before, after in itertools.pairwise(edges)):
+                yield [LayerRange(*each) for each in itertools.pairwise(edges)]
 
 
 def plan_slice(
@@ -362,7 +391,7 @@ def plans_for(
     Args:
         ranges: of the slice's parts, one for each of `places`; a place too many holds nothing.
         draft: `none`, `ngram` or `model:PATH`.
-        slots: sequences at once, on a GPU.
+        slots: sequences at once.
         context: positions of a sequence.
         path: one of `running.PATHS`.
         free: bytes of each device; what is free now, where it is not given.
@@ -378,7 +407,6 @@ def plans_for(
     # A device that is named again has what the parts before leave of it.
     used: dict[torch.device, int] = {}
     for layers, place in zip(ranges, places, strict=False):
-        counted = _slots_on(place, slots)
         is_gpu = place.type == "cuda"
         before = used.get(indexed(place), 0)
         drafts = 0
@@ -387,7 +415,7 @@ def plans_for(
                 path_to_draft,
                 dtype=dtype,
                 context=context,
-                slots=counted,
+                slots=slots,
                 is_gpu=is_gpu,
                 path=path_of(read_shape(Path(path_to_draft)), place, path),
                 is_embedding_shared=indexed(places[0]) == drafting,
@@ -398,7 +426,7 @@ def plans_for(
             dtype=dtype,
             weights=weights,
             context=context,
-            slots=counted,
+            slots=slots,
             free=_left(free_of(place), before),
             is_gpu=is_gpu,
             path=path_of(shape, place, path),
@@ -412,7 +440,7 @@ def plans_for(
             path_to_draft,
             dtype=dtype,
             context=context,
-            slots=_slots_on(drafting, slots),
+            slots=slots,
             free=free_of(drafting),
             is_gpu=drafting.type == "cuda",
             path=path_of(read_shape(Path(path_to_draft)), drafting, path),
@@ -424,8 +452,3 @@ def plans_for(
 def _left(free: int, taken: int) -> int:
     """0 stays for what is not known."""
     return max(1, free - taken) if free else 0
-
-
-def _slots_on(device: torch.device, slots: int) -> int:
-    """The kernel gives a cache's pages in the host's memory as they are written, and one sequence is the rule."""
-    return slots if device.type == "cuda" else 1

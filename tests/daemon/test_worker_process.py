@@ -87,6 +87,16 @@ async def test_what_the_worker_refuses_is_the_typed_error(worker: WorkerProcess)
     assert (await worker.call("echo", value=1)).values == {"value": 1}
 
 
+async def test_a_worker_that_the_kernel_kills_names_the_likely_reason(worker: WorkerProcess) -> None:
+    await worker.call("echo", value=1)
+    waiting = asyncio.ensure_future(worker.call("sleep", seconds=30))
+    await asyncio.sleep(0.1)
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match=r"\(signal SIGKILL, as when memory runs out\)"):
+        await waiting
+
+
 async def test_a_worker_that_dies_fails_every_call_that_waits(worker: WorkerProcess) -> None:
     results = await asyncio.gather(
         worker.call("sleep", seconds=0.1), worker.call("die"), worker.call("echo", value=1), return_exceptions=True

@@ -13,8 +13,9 @@ from peerllm.engine.engine import Engine
 from peerllm.engine.operations import Operations
 from peerllm.engine.shapes import named_config
 from peerllm.models.allowlist import check_folder
-from peerllm.protocol.errors import EngineError, NotEnoughMemory
+from peerllm.protocol.errors import EngineError, NotEnoughMemory, Overloaded
 from peerllm.protocol.identity import LayerRange
+from peerllm.protocol.requests import Sampling
 from tests.engine.cut_drafts import whole_draft
 
 GIB = 1 << 30
@@ -306,19 +307,50 @@ def test_a_plan_needs_the_configuration_alone(qwen, monkeypatch):
     assert memory.plan_load(qwen[0], LayerRange(14, 28), **card, context=512).context == 512
 
 
-def test_where_a_draft_makes_the_usual_division_too_large_the_border_moves(qwen, monkeypatch):
-    """Layers are shared by free memory; the draft is beside the first of them."""
-    options = {"dtype": "float16", "devices": ("cuda:0", "cuda:1"), "draft": f"model:{qwen[1]}", "context": 512}
-    _fake_gpus(monkeypatch, cuda_0=16 * GIB, cuda_1=16 * GIB)
+@pytest.mark.parametrize("border", [1, 4, 6, 9, 13])
+@pytest.mark.parametrize("on", ["cuda:0", "cuda:1"])
+def test_where_one_border_alone_lets_it_fit_it_is_found(qwen, monkeypatch, border, on):
+    """Layers are shared by free memory, which knows neither the draft nor the head."""
+    options = {"dtype": "float16", "draft": f"model:{qwen[1]}", "context": 512}
+    ranges = [(0, border), (border, 14)]
+    _fake_gpus(monkeypatch, cuda_0=0, cuda_1=0)
+    needed = _plans(qwen[0], ranges, ["cuda:0", "cuda:1"], qwen[1], on)
+    _fake_gpus(monkeypatch, cuda_0=needed["cuda:0"].total, cuda_1=needed["cuda:1"].total)
+    options |= {"devices": ("cuda:0", "cuda:1"), "draft_device": on}
     plan = memory.plan_load(qwen[0], LayerRange(0, 14), **options)
-    assert [str(each) for each in plan.ranges] == ["0:7", "7:14"]
-    needed = plan.devices[0][1].total
-    _fake_gpus(monkeypatch, cuda_0=needed - 1, cuda_1=needed - 1)
-    moved = memory.plan_load(qwen[0], LayerRange(0, 14), **options)
-    assert [str(each) for each in moved.ranges] == ["0:6", "6:14"] and moved.context == 512
-    _fake_gpus(monkeypatch, cuda_0=needed // 2, cuda_1=needed // 2)
+    assert [str(each) for each in plan.ranges] == [f"0:{border}", f"{border}:14"] and plan.context == 512
     with pytest.raises(NotEnoughMemory):
-        memory.plan_load(qwen[0], LayerRange(0, 14), **options)
+        memory.plan_load(qwen[0], LayerRange(0, 14), **options | {"context": 513})
+    assert memory.plan_load(qwen[0], LayerRange(0, 14), **options, is_context_named=False).context == 512
+
+
+def test_over_three_devices_borders_move_together(qwen, monkeypatch):
+    """The first is too full, the second has no room for what it gives up, the third has."""
+    ranges, places = [(0, 3), (3, 8), (8, 14)], ["cuda:0", "cuda:1", "cuda:2"]
+    _fake_gpus(monkeypatch, cuda_0=0, cuda_1=0, cuda_2=0)
+    needed = _plans(qwen[0], ranges, places, qwen[1], "cuda:0")
+    _fake_gpus(monkeypatch, **{name.replace(":", "_"): plan.total for name, plan in needed.items()})
+    options = {"dtype": "float16", "devices": tuple(places), "draft": f"model:{qwen[1]}", "context": 512}
+    plan = memory.plan_load(qwen[0], LayerRange(0, 14), **options)
+    assert [str(each) for each in plan.ranges] == ["0:3", "3:8", "8:14"]
+
+
+def test_a_cpu_holds_as_many_sequences_as_fit(tiny, monkeypatch):
+    """All of a cache is allocated at once: where four do not fit, fewer do, and the context is one sequence's."""
+    folder = tiny("llama").folder
+    needed = [
+        _plan(folder, LayerRange(0, 4), dtype="float32", context=512, is_gpu=False, slots=each).total
+        for each in (1, 2, 3, 4)
+    ]
+    for slots, free in ((1, needed[0]), (1, needed[1] - 1), (2, needed[1]), (4, needed[3]), (4, 1 << 40)):
+        monkeypatch.setattr(memory, "host_memory", lambda free=free: (free, 1 << 40))
+        engine = Engine.load(folder, LayerRange(0, 4))
+        assert (engine.loaded.context, len(engine._free)) == (512, slots)
+    monkeypatch.setattr(memory, "host_memory", lambda: (needed[0], 1 << 40))
+    engine = Engine.load(folder, LayerRange(0, 4))
+    engine.open(1, Sampling())
+    with pytest.raises(Overloaded, match="a smaller context makes room for more"):
+        engine.open(2, Sampling())
 
 
 def test_a_device_that_its_first_part_fills_has_no_room_for_the_second(qwen, monkeypatch):

@@ -8,13 +8,18 @@ tokens before it alone.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
 from peerllm.engine.drafting.base import Drafter, Proposal
 from peerllm.protocol.requests import Sampling
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +31,21 @@ class _Ready:
 
 
 class AheadDrafter:
-    """`inner`, in a thread of its own: torch leaves Python while it computes, so the slice goes on beside it."""
+    """`inner`, in a thread of its own: torch leaves Python while it computes, so the slice goes on beside it.
 
-    def __init__(self, inner: Drafter) -> None:
+    Args:
+        device: the draft's. Work for a GPU has a stream of its own there: on the common one it would stand in front of
+            a part of the slice that is on the same device.
+    """
+
+    def __init__(self, inner: Drafter, device: torch.device | str = "cpu") -> None:
         self._inner = inner
+        device = torch.device(device)
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            # Weights and caches were made on the common one.
+            self._stream.wait_stream(torch.cuda.current_stream(device))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="draft")
         self._ahead: dict[int, Future[_Ready]] = {}
         self.hits = 0
@@ -41,7 +57,7 @@ class AheadDrafter:
 
     def forget(self, slot: int) -> None:
         self._take(slot)
-        self._inner.forget(slot)
+        self._thread.submit(self._alone, self._inner.forget, slot).result()
 
     def propose(self, slot: int, tokens: list[int], limit: int, min_probability: float, sampling: Sampling) -> Proposal:
         ready = self._take(slot)
@@ -51,7 +67,8 @@ class AheadDrafter:
             if 0 < new < len(known) - len(ready.tokens) and known[: len(tokens)] == tokens:
                 self.hits += 1
                 return _likely(ready.found, new, limit, min_probability)
-        return self._thread.submit(_inside, self._inner, slot, tokens, limit, min_probability, sampling).result()
+        propose = self._inner.propose
+        return self._thread.submit(self._alone, propose, slot, tokens, limit, min_probability, sampling).result()
 
     def go_on(self, slot: int, tokens: list[int], limit: int, min_probability: float, sampling: Sampling) -> None:
         """Begins to draft after `tokens`, candidates included: the token that the target adds, and `limit` more."""
@@ -59,22 +76,22 @@ class AheadDrafter:
             return
 
         def work() -> _Ready:
-            return _Ready(tokens, _inside(self._inner, slot, tokens, limit + 1, min_probability, sampling), sampling)
+            found = self._alone(self._inner.propose, slot, tokens, limit + 1, min_probability, sampling)
+            return _Ready(tokens, found, sampling)
 
         self._ahead[slot] = self._thread.submit(work)
+
+    def _alone(self, work: Callable[..., T], *arguments: Any) -> T:
+        """In the draft's thread, on its stream."""
+        stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        # Both are a thread's own settings.
+        with torch.inference_mode(), stream:
+            return work(*arguments)
 
     def _take(self, slot: int) -> _Ready | None:
         """What was drafted ahead, once it is there. A draft that failed says so when it is asked."""
         future = self._ahead.pop(slot, None)
         return None if future is None or future.exception() is not None else future.result()
-
-
-def _inside(
-    inner: Drafter, slot: int, tokens: list[int], limit: int, min_probability: float, sampling: Sampling
-) -> Proposal:
-    # A thread's own setting.
-    with torch.inference_mode():
-        return inner.propose(slot, tokens, limit, min_probability, sampling)
 
 
 def _likely(found: Proposal, first: int, limit: int, least: float) -> Proposal:
