@@ -42,12 +42,13 @@ def path_of(shape: ModelShape, device: torch.device, path: str = "auto") -> str:
     # Imports transformers, which takes seconds: not for a machine that has no use for it.
     from peerllm.engine import fused
 
-    return "fused" if fused.is_available(device) and is_fusible(shape) else "graph"
+    is_fused = is_fusible(mlp_bias=shape.mlp_bias, activation=shape.activation, head_dim=shape.head_dim)
+    return "fused" if is_fused and fused.is_available(device) else "graph"
 
 
-def is_fusible(shape: ModelShape) -> bool:
-    """`fused.supports` before there are modules."""
-    return not shape.mlp_bias and shape.activation == "silu" and shape.head_dim in _FUSED_HEAD_DIMS
+def is_fusible(*, mlp_bias: bool, activation: str, head_dim: int) -> bool:
+    """Whether a block is the one that the fused kernels compute."""
+    return not mlp_bias and activation == "silu" and head_dim in _FUSED_HEAD_DIMS
 
 
 def workspace_bytes(

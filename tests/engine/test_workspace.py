@@ -18,7 +18,7 @@ from peerllm.engine.choosing import Chooser, SamplingState
 from peerllm.engine.engine import Engine
 from peerllm.engine.sampling import choose
 from peerllm.engine.slice import ModelSlice, read_config
-from peerllm.engine.workspace import HOST_BYTES, is_fusible, path_of, workspace_bytes
+from peerllm.engine.workspace import HOST_BYTES, path_of, workspace_bytes
 from peerllm.models.allowlist import read_shape
 from peerllm.protocol import limits
 from peerllm.protocol.identity import LayerRange
@@ -162,7 +162,10 @@ def test_the_path_is_known_from_the_config_alone(tmp_path: Path) -> None:
     ):
         folder = make_model(tmp_path / str(len(list(tmp_path.iterdir()))), family, layers=1, hidden=128, **options)
         part = ModelSlice(read_config(folder), LayerRange(0, 1))
-        assert is_fusible(read_shape(folder)) == fused.supports(part), (family, options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fused, "is_available", lambda device: True)
+            planned = path_of(read_shape(folder), torch.device("cuda:0"))
+        assert (planned == "fused") == fused.supports(part), (family, options)
     assert path_of(read_shape(folder), torch.device("cpu")) == "eager"
     assert path_of(read_shape(folder), torch.device("cpu"), "graph") == "graph"
 

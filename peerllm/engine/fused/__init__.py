@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from peerllm.engine.slice import ModelSlice
+from peerllm.engine.workspace import is_fusible
 
 _LOWEST_CAPABILITY = (8, 0)
 _DEPENDENT_CAPABILITY = (9, 0)
 _HOPPER_SHARED_BYTES, _LEAST_SHARED_BYTES = 227 << 10, 99 << 10
 """Of sm_90, and the least of sm_80 and later."""
-_HEAD_DIMS = (32, 64, 128)
 
 
 def is_available(device: torch.device | str) -> bool:
@@ -64,9 +64,5 @@ def multiprocessors(device: torch.device | str) -> int:
 def supports(part: ModelSlice) -> bool:
     """Whether the slice's block is the one that the kernels compute."""
     mlp: Any = part.layers[0].mlp
-    return (
-        mlp.gate_proj.bias is None
-        and mlp.down_proj.bias is None
-        and part.config.hidden_act == "silu"
-        and part.shape.head_dim in _HEAD_DIMS
-    )
+    has_bias = mlp.gate_proj.bias is not None or mlp.down_proj.bias is not None
+    return is_fusible(mlp_bias=has_bias, activation=part.config.hidden_act, head_dim=part.shape.head_dim)
