@@ -176,9 +176,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         write_planted(options.folder, config, dtype=options.dtype, disagreements=wrong, seed=options.seed)
     except (OSError, SafetensorError) as error:
-        parser.exit(
-            1, f"{parser.prog}: {options.folder} cannot be written: {getattr(error, 'strerror', None) or error}\n"
-        )
+        why = getattr(error, "strerror", None) or error
+        parser.exit(1, f"{parser.prog}: {options.folder} cannot be written: {why}\n")
 
 
 def _share(words: str) -> float:
