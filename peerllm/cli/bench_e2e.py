@@ -15,11 +15,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from peerllm.cli.bench_machine import halves, settled
 from peerllm.cli.client import Client
 from peerllm.cli.demo_processes import Child, DemoFailed, Stage, stage
 from peerllm.cli.terminal import printable
 from peerllm.protocol import limits
-from peerllm.protocol.errors import BadRequest, ModelMismatch, PeerllmError
+from peerllm.protocol.errors import BadRequest, PeerllmError
+from peerllm.protocol.identity import LayerRange
 
 _START_SECONDS = 120.0
 _RTT_MS = 86.0
@@ -34,10 +36,8 @@ PARTS = ("draft", "own_layers", "encode", "network", "their_layers", "verdict", 
 
 
 def add_arguments(parser: argparse._ArgumentGroup) -> None:
-    parser.add_argument("--shape", default="qwen2.5-7b", metavar="S", help="of the target (default qwen2.5-7b)")
-    parser.add_argument(
-        "--draft-shape", default="qwen2.5-0.5b", metavar="S", help="of the draft (default qwen2.5-0.5b)"
-    )
+    parser.add_argument("--shape", metavar="S", help="of the target (default qwen2.5-7b, on a CPU qwen2.5-tiny)")
+    parser.add_argument("--draft-shape", metavar="S", help="of the draft (default qwen2.5-0.5b, on a CPU qwen2.5-tiny)")
     parser.add_argument(
         "--agree",
         type=_rates,
@@ -65,7 +65,9 @@ def add_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--draft-device", type=_device, metavar="DEVICE", help="where the draft goes on while the layers compute"
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each engine")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="CPU threads of each engine (default on a CPU: half of its cores)"
+    )
 
 
 def _rates(words: str) -> tuple[float | str, ...]:
@@ -114,11 +116,11 @@ def _devices(words: str) -> str:
 def run(args: argparse.Namespace) -> int:
     """With `--json` the figures go to standard output and the table, as it comes, to standard error."""
     args.rtt = _RTT_MS if args.rtt is None else args.rtt
-    _check(args)
     try:
-        _check_machine(args)
-    except ModelMismatch as error:
-        print(f"peerllm: {error.message}", file=sys.stderr)
+        _check(args)
+        vars(args).update(settled(vars(args)))
+    except PeerllmError as error:
+        print(f"peerllm: {printable(error.message)}", file=sys.stderr)
         return EXIT_USAGE
     stream = sys.stderr if args.json else sys.stdout
 
@@ -142,11 +144,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Raises BadRequest for what would end the bench after the planting."""
-    from peerllm.engine.shapes import NAMES
-
-    for option, shape in (("--shape", args.shape), ("--draft-shape", args.draft_shape)):
-        if shape not in NAMES:
-            raise BadRequest(f"{option} {shape!r} is not one of {', '.join(NAMES)}")
     if not 0 <= args.draft_length <= limits.MAX_DRAFT_LENGTH:
         raise BadRequest(f"--draft-length is from 0 to {limits.MAX_DRAFT_LENGTH}")
     if args.threads is not None and args.threads < 1:
@@ -159,18 +156,6 @@ def _check(args: argparse.Namespace) -> None:
         )
 
 
-def _check_machine(args: argparse.Namespace) -> None:
-    """Raises ModelMismatch for a device or a dtype that both daemons would refuse."""
-    from peerllm.daemon.agreement import chosen_devices, offered_dtypes
-    from peerllm.engine.machine import machine
-
-    found = machine()
-    if args.draft_device is not None:
-        chosen_devices(found, (args.draft_device,))
-    chosen = chosen_devices(found, tuple(args.devices.split(",")) if args.devices else ())
-    offered_dtypes(found, args.dtype, chosen)
-
-
 def _bench(here: Stage, args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     began = time.monotonic()
     planted = _plant(here, args)
@@ -179,33 +164,36 @@ def _bench(here: Stage, args: argparse.Namespace, say: Callable[[str], None]) ->
     began = time.monotonic()
     children = _open_room(here, args, planted)
     for child in children:
-        ready = child.wait_for(_READY, _READY_SECONDS)
+        ready = here.wait_for(child, _READY, _READY_SECONDS)
         seconds[f"{child.name} ready"] = round(time.monotonic() - began, 1)
         say(f"The {child.name} daemon holds layers {ready[2]} of {ready[3]}; {seconds[f'{child.name} ready']} s.")
     loading = {child.name: _loading_seconds(here.folder / f"{child.name}.log") for child in children}
     for name, stages in loading.items():
         say(f"  {name}: " + ", ".join(f"{stage} {value:.1f} s" for stage, value in stages.items()))
     client = Client(here.folder / "first.sock")
-    _ask(client, planted["starts"][0][0], 16, args.draft_length)  # warms threads, connections and the link's window up
+
+    def ask(start: Sequence[Any], count: int, draft_length: int) -> dict[str, Any]:
+        return here.while_all_live(lambda: _ask(client, start, count, draft_length))
+
+    ask(planted["starts"][0][0], 16, args.draft_length)  # warms threads, connections and the link's window up
     say(_HEADER)
     answers = []
     for count in sorted(args.tokens):
         for agreement, starts in zip(args.agree, planted["starts"], strict=True):
-            answer = _ask(client, starts[0], count, args.draft_length)
+            answer = ask(starts[0], count, args.draft_length)
             answers.append({"agreement": agreement, "draft_length": args.draft_length, **answer})
             say(_row(answers[-1]))
-    plain = _ask(client, planted["starts"][0][1], min(32, *args.tokens), 0)
+    plain = ask(planted["starts"][0][1], min(32, *args.tokens), 0)
     answers.append({"agreement": None, "draft_length": 0, **plain})
     say(_row(answers[-1]))
     means = {}
     for count in sorted(args.tokens):
         speeds = [each["tokens_per_second"] for each in answers[:-1] if each["tokens"] == count]
         means[str(count)] = _mean(speeds)
-    for count, mean in means.items():
-        say(f"Answers of {count} tokens: {mean:.2f} tokens/s on average of {len(args.agree)}.")
+        say(_summary(count, means[str(count)], len(args.agree)))
     options = ("shape", "draft_shape", "agree", "rtt", "draft_length", "codec", "dtype", "weights", "context")
     return {
-        **{name: getattr(args, name) for name in (*options, "devices", "draft_device")},
+        **{name: getattr(args, name) for name in (*options, "devices", "draft_device", "threads")},
         "seconds": seconds,
         "loading_seconds": loading,
         "answers": answers,
@@ -224,14 +212,14 @@ def _plant(here: Stage, args: argparse.Namespace) -> dict[str, Any]:
         *("--shape", args.shape, "--draft-shape", args.draft_shape, "--agree", agree),
         *("--dtype", args.dtype or "float16"),
     )
-    found: dict[str, Any] = json.loads(planting.wait_for(r"^(\{.*\})$", _START_SECONDS)[1])
+    found: dict[str, Any] = json.loads(here.wait_for(planting, r"^(\{.*\})$", _START_SECONDS)[1])
     planting.wait_end(_START_SECONDS)
     return found
 
 
 def _open_room(here: Stage, args: argparse.Namespace, planted: dict[str, Any]) -> tuple[Child, Child]:
     signaling = here.start("signaling", "peerllm_signaling", "--host", "127.0.0.1", "--port", "0")
-    port = signaling.wait_for(r"127\.0\.0\.1:(\d+)", _START_SECONDS)[1]
+    port = here.wait_for(signaling, r"127\.0\.0\.1:(\d+)", _START_SECONDS)[1]
     common = [
         *("--signaling", f"ws://127.0.0.1:{port}", "--loopback", "--rtt", str(args.rtt), "--log-level", "info"),
         *("--context", str(args.context), "--draft", f"model:{planted['draft']}"),
@@ -240,22 +228,21 @@ def _open_room(here: Stage, args: argparse.Namespace, planted: dict[str, Any]) -
     for name in ("dtype", "weights", "devices", "draft_device", "threads"):
         if getattr(args, name) is not None:
             common += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    # Both on one device: free memory says nothing of how they should share.
-    half = planted["layers"] // 2
+    mine, theirs = halves(planted["layers"])
 
-    def daemon(name: str, layers: str, *command: str) -> Child:
+    def daemon(name: str, layers: LayerRange, *command: str) -> Child:
         return here.start(
             name,
             "peerllm",
             *command,
             *common,
-            *("--model", planted["target"], "--layers", layers),
+            *("--model", planted["target"], "--layers", str(layers)),
             *("--state-dir", str(here.folder / name), "--socket", str(here.folder / f"{name}.sock")),
         )
 
-    first = daemon("first", f"0:{half}", "up", "--codec", args.codec)
-    code = first.wait_for(r"Room code: (\S+)", _READY_SECONDS)[1]
-    return first, daemon("second", f"{half}:{planted['layers']}", "join", code)
+    first = daemon("first", mine, "up", "--codec", args.codec)
+    code = here.wait_for(first, r"Room code: (\S+)", _READY_SECONDS)[1]
+    return first, daemon("second", theirs, "join", code)
 
 
 def _loading_seconds(log: Path) -> dict[str, float]:
@@ -337,7 +324,12 @@ def _agreement(value: float | str | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def _mean(values: list[float | None]) -> float:
-    """Of answers too short for a speed there is none."""
+def _mean(values: list[float | None]) -> float | None:
+    """Of those that are long enough for a speed; None where none is."""
     known = [each for each in values if each is not None]
-    return sum(known) / len(known) if known else 0.0
+    return sum(known) / len(known) if known else None
+
+
+def _summary(count: int, mean: float | None, answers: int) -> str:
+    speed = "–" if mean is None else f"{mean:.2f}"
+    return f"Answers of {count} tokens: {speed} tokens/s on average of {answers}."

@@ -22,6 +22,7 @@ from peerllm.cli.client import Client
 from peerllm.cli.daemon_options import WEIGHTS
 from peerllm.cli.demo_processes import Child, DemoFailed, Stage, stage
 from peerllm.cli.drafts import HELP, default_draft, draft_named, short_name
+from peerllm.cli.parsing import milliseconds
 from peerllm.cli.progress import Progress
 from peerllm.cli.terminal import printable
 from peerllm.protocol.errors import PeerllmError
@@ -38,7 +39,7 @@ _LOAD_SECONDS = 600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rtt", type=_milliseconds, default=0.0, metavar="MS", help="add this round trip to the link")
+    parser.add_argument("--rtt", type=milliseconds, default=0.0, metavar="MS", help="add this round trip to the link")
     parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help="what to ask")
     parser.add_argument("--max-tokens", type=_count, default=96, metavar="N", help="tokens in the answer at most")
     parser.add_argument("--draft", metavar="DRAFT", help=f"{HELP} (the default)")
@@ -50,13 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threads", type=_count, default=1, metavar="N", help="CPU threads of each engine (default 1)")
     parser.add_argument("--json", action="store_true", help="print the table's figures as JSON")
-
-
-def _milliseconds(words: str) -> float:
-    value = float(words)
-    if not 0 <= value <= 10_000:
-        raise argparse.ArgumentTypeError("a round trip is from 0 to 10000 ms")
-    return value
 
 
 def _count(words: str) -> int:

@@ -11,17 +11,25 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import TypeVar
 
 from peerllm.cli.folders import private_folder
 from peerllm.protocol.errors import PeerllmError
 
 _PR_SET_PDEATHSIG = 1
 _STOP_SECONDS = 1.0
+_LOOK_SECONDS = 0.2
+"""Between two looks at whether the processes live."""
 _LONGEST_BASE = 60
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+_T = TypeVar("_T")
 
 
 class DemoFailed(PeerllmError):
@@ -30,8 +38,8 @@ class DemoFailed(PeerllmError):
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP wait. One that came while Python forks would be raised in a callback of the fork's, where
-    exceptions are printed and forgotten; one a little later would leave a process that nobody knows of."""
+    """Ctrl-C, SIGTERM and SIGHUP wait. One that came while Python forks would be raised in a callback of the fork's,
+    where exceptions are printed and forgotten; one a little later would leave a process that nobody knows of."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
     try:
         yield
@@ -63,6 +71,7 @@ class Child:
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
             )
         self._buffer = b""
+        self._is_end_awaited = False
 
     @property
     def pid(self) -> int:
@@ -82,15 +91,23 @@ class Child:
                     on_log(self._last_log_line())
                 if time.monotonic() > deadline:
                     raise DemoFailed(f"the {self.name} process took more than {timeout:.0f} s")
-                if not selector.select(0.2):
+                if not selector.select(_LOOK_SECONDS):
                     continue
                 data = os.read(self._process.stdout.fileno(), 65536)
                 if not data:
                     raise DemoFailed(f"the {self.name} process ended early:\n{self.log_tail()}")
                 self._buffer += data
 
+    def ended_early(self) -> str | None:
+        """How it ended, if it did and `wait_end` was not called."""
+        status = None if self._is_end_awaited else self._process.poll()
+        if status is None:
+            return None
+        return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+
     def wait_end(self, timeout: float) -> int:
         """The exit status. Raises DemoFailed if it does not end in time."""
+        self._is_end_awaited = True
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -136,6 +153,44 @@ class Stage:
     def adopt(self, child: Child) -> None:
         """Ends it with the rest."""
         self._children.append(child)
+
+    def wait_for(
+        self, child: Child, pattern: str, timeout: float, on_log: Callable[[str], None] | None = None
+    ) -> re.Match[str]:
+        """`child.wait_for`. Raises DemoFailed also as soon as another one has ended."""
+
+        def look(line: str) -> None:
+            self.check()
+            if on_log is not None:
+                on_log(line)
+
+        return child.wait_for(pattern, timeout, look)
+
+    def while_all_live(self, work: Callable[[], _T]) -> _T:
+        """What `work()`, which asks the processes, gives. Raises DemoFailed as soon as one of them has ended."""
+        # A thread that still waits for an answer must not keep this process.
+        asking: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                asking.set_result(work())
+            except BaseException as error:
+                asking.set_exception(error)
+
+        threading.Thread(target=run, name="asking", daemon=True).start()
+        while not wait([asking], _LOOK_SECONDS).done:
+            self.check()
+        if asking.exception() is not None:
+            # A process that is killed is gone a moment after its connections, and says more than they do.
+            time.sleep(_LOOK_SECONDS)
+            self.check()
+        return asking.result()
+
+    def check(self) -> None:
+        """Raises DemoFailed if one has ended that nobody waited for."""
+        for child in self._children:
+            if (how := child.ended_early()) is not None:
+                raise DemoFailed(f"the {child.name} process ended early ({how})")
 
     def log_tails(self) -> str:
         return "\n".join(child.log_tail() for child in self._children)

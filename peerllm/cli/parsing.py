@@ -6,6 +6,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+_MAX_RTT_MS = 10_000.0
+"""Far beyond any path; an exchange is not waited for much longer."""
+
 
 class CommandParser(argparse.ArgumentParser):
     """A subcommand's parser, for which `--json CODE` and `CODE --json` are the same.
@@ -37,3 +40,14 @@ class CommandParser(argparse.ArgumentParser):
 def actions(group: Any) -> list[argparse.Action]:
     """Of a group of options."""
     return list(group._group_actions)
+
+
+def milliseconds(words: str) -> float:
+    """A round trip to add to the link, as an option's type."""
+    try:
+        value = float(words)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= _MAX_RTT_MS:
+        raise argparse.ArgumentTypeError(f"a round trip is a number of milliseconds from 0 to {_MAX_RTT_MS:.0f}")
+    return value

@@ -11,8 +11,10 @@ from peerllm.cli import main as cli
 @pytest.mark.parametrize("rtt", ["-5", "nan", "inf", "1e9"])
 @pytest.mark.parametrize("what", ["link", "e2e"])
 def test_a_round_trip_is_a_length_of_time(what: str, rtt: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", what, f"--rtt={rtt}"]) == 1
-    assert "--rtt is a number of milliseconds" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", what, f"--rtt={rtt}"])
+    assert ended.value.code == 2
+    assert "argument --rtt: a round trip is a number of milliseconds" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,11 @@ def test_which_bench_has_to_be_said(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["--devices", "cpu,cuda:99"], "this machine has no device cuda:99; it has "),
         (["--draft-device", "cuda:99"], "this machine has no device cuda:99; it has "),
+        (["--shape", "huge"], "--shape 'huge' is not one of "),
+        (["--shape", "smollm2-135m", "--draft-shape", "qwen2.5-tiny"], "--shape smollm2-135m is of the family llama"),
+        (["--threads", "0"], "--threads is a number from 1 up"),
+        (["--draft-length", "99"], "--draft-length is from 0 to "),
+        (["--context", "128"], "--context 128 does not hold the prompt and an answer of 512 tokens"),
     ],
 )
 def test_what_this_machine_cannot_do_is_one_line_before_anything_is_planted(
@@ -64,3 +71,10 @@ def test_a_device_has_a_name(option: str, words: str, capsys: pytest.CaptureFixt
     assert ended.value.code == 2
     assert f"argument {option}" in (last := capsys.readouterr().err.splitlines()[-1])
     assert "a device is cpu, or cuda:0 and so on; got '" in last
+
+
+def test_answers_too_short_for_a_speed_have_no_average() -> None:
+    assert bench_e2e._mean([None, None]) is None
+    assert bench_e2e._mean([None, 3.0, 4.0]) == 3.5
+    assert bench_e2e._summary(2, None, 3) == "Answers of 2 tokens: – tokens/s on average of 3."
+    assert bench_e2e._summary(64, 3.5, 3) == "Answers of 64 tokens: 3.50 tokens/s on average of 3."

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 
 import pytest
+
+from peerllm.cli.demo_processes import DemoFailed, Stage, stage
+from peerllm.protocol.errors import SocketError
 
 AT_THE_WORST_MOMENT = """
 import os, signal, sys
@@ -95,3 +102,58 @@ def test_an_end_asked_for_while_a_process_is_forked_is_not_lost_and_neither_is_t
 
 def test_a_hangup_that_is_ignored_stays_so() -> None:
     assert run(IGNORED) == ("went on\nTrue\n", "")
+
+
+@pytest.fixture
+def here() -> Iterator[Stage]:
+    with stage() as made:
+        yield made
+
+
+SLEEPING = ("timeit", "-n1", "-r1", "import time; time.sleep(60)")
+
+
+def test_waiting_for_one_process_ends_as_soon_as_another_is_dead(here: Stage) -> None:
+    first, second = here.start("first", *SLEEPING), here.start("second", *SLEEPING)
+    os.kill(second.pid, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(DemoFailed, match=r"the second process ended early \(killed by signal 9\)"):
+        here.wait_for(first, "never", 20)
+    assert time.monotonic() - began < 2
+
+
+def test_asking_ends_as_soon_as_a_process_is_dead(here: Stage) -> None:
+    asked = threading.Event()
+    child = here.start("second", *SLEEPING)
+    threading.Timer(0.3, os.kill, (child.pid, signal.SIGKILL)).start()
+    began = time.monotonic()
+    with pytest.raises(DemoFailed, match="the second process ended early"):
+        here.while_all_live(lambda: asked.wait(20))
+    asked.set()
+    assert time.monotonic() - began < 2
+
+
+def test_what_asking_gives_and_raises_comes_back(here: Stage) -> None:
+    def fail() -> None:
+        raise DemoFailed("no answer")
+
+    here.start("alive", *SLEEPING)
+    assert here.while_all_live(lambda: 7) == 7
+    with pytest.raises(DemoFailed, match="no answer"):
+        here.while_all_live(fail)
+
+
+def test_a_lost_connection_is_told_as_the_death_that_it_came_from(here: Stage) -> None:
+    child = here.start("first", *SLEEPING)
+
+    def ask() -> None:
+        os.kill(child.pid, signal.SIGKILL)
+        raise SocketError("The daemon closed the connection")
+
+    with pytest.raises(DemoFailed, match="the first process ended early"):
+        here.while_all_live(ask)
+
+
+def test_a_process_whose_end_was_awaited_is_not_missed(here: Stage) -> None:
+    here.start("planting", "timeit", "-n1", "-r1", "pass").wait_end(20)
+    here.check()

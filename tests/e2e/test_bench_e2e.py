@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -64,3 +69,42 @@ def test_two_daemons_make_the_planted_answer_in_the_rounds_that_the_chosen_agree
     assert figures["loading_seconds"]["first"] and figures["loading_seconds"]["second"]
     # What was measured stands on the terminal before the bench is through.
     assert "tok/round" in result.stderr
+
+
+@pytest.mark.parametrize("moment", ["while it loads", "while it answers"])
+def test_a_daemon_that_is_killed_ends_the_bench_at_once(moment: str) -> None:
+    words = ("--shape", SHAPE, "--draft-shape", SHAPE, "--tokens", "1900", "--context", "2048", "--rtt", "300")
+    with subprocess.Popen(
+        [sys.executable, "-m", "peerllm", "bench", "e2e", "--threads", "1", "--devices", "cpu", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as bench:
+        try:
+            assert bench.stdout is not None and bench.stderr is not None
+            if moment == "while it answers":
+                while "tok/round" not in bench.stdout.readline():
+                    assert bench.poll() is None
+            joining = wait_until(lambda: next(iter(children_with("join", bench.pid)), None))
+            os.kill(joining, signal.SIGKILL)
+            began = time.monotonic()
+            assert bench.wait(20) == 1
+            # Half of it is for the other processes to end.
+            assert time.monotonic() - began < 4
+            assert bench.stderr.readline() == "peerllm: the second process ended early (killed by signal 9)\n"
+        finally:
+            bench.terminate()
+
+
+def children_with(word: str, parent: int) -> list[int]:
+    """Processes of `parent` with that word in their command line."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [int(each) for each in children if word.encode() in Path(f"/proc/{each}/cmdline").read_bytes().split(b"\0")]
+
+
+def wait_until(found: Callable[[], int | None], seconds: float = 60.0) -> int:
+    deadline = time.monotonic() + seconds
+    while (value := found()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return value
