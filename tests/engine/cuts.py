@@ -17,7 +17,7 @@ _NEAR_SCORE = 1e-4
 def samplings(vocabulary: int) -> list[Sampling]:
     """All pairs of the k and p below, temperatures in turn, and greedy ones between them."""
     found = []
-    for index, k in enumerate((0, 1, 2, 5, 50, vocabulary)):
+    for index, k in enumerate((0, 1, 2, 5, 50, min(1000, vocabulary // 2), vocabulary)):
         for p in (1.0, 0.999, 0.9, 0.5, 0.1, 1e-6):
             temperature = (0.1, 0.7, 1.0, 1.3, 2.0)[len(found) % 5]
             found.append(Sampling(temperature=temperature, top_k=k, top_p=p, seed=len(found) << 34))
@@ -26,7 +26,8 @@ def samplings(vocabulary: int) -> list[Sampling]:
 
 
 def logits_of(kind: str, rows: int, vocabulary: int, seed: int = 0) -> torch.Tensor:
-    """`[rows, vocabulary]`: normal (float32), with many ties (float16), with peaks as a model's are (float16), flat."""
+    """`[rows, vocabulary]`: normal (float32), with many ties (float16), with peaks as a model's are (float16), hot
+    (float32, as at a high temperature), flat: all equal."""
     made = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed))
     if kind == "ties":
         return ((made * 8).round() / 4).to(torch.float16)
@@ -34,7 +35,7 @@ def logits_of(kind: str, rows: int, vocabulary: int, seed: int = 0) -> torch.Ten
         return torch.where(made > 2.5, made * 5, made - 2).to(torch.float16)
     if kind == "flat":
         return torch.zeros_like(made)
-    return made * 3
+    return made * (0.3 if kind == "hot" else 3)
 
 
 def is_near(logits: torch.Tensor, sampling: Sampling, position: int, ids: torch.Tensor | None = None) -> bool:

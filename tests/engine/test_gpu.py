@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from peerllm.engine.engine import Engine
 from peerllm.engine.module_slice import ModuleSlice
 from peerllm.engine.runner import EagerRunner, GraphPool, GraphRunner
 from peerllm.engine.running import make_static
-from peerllm.engine.sampling import choose, has_cut
+from peerllm.engine.sampling import choose
 from peerllm.engine.shapes import named_config, random_slice
 from peerllm.protocol.identity import LayerRange
 from peerllm.protocol.requests import Sampling
@@ -146,17 +145,18 @@ def test_a_row_is_the_same_bit_for_bit_alone_and_in_any_narrow_block(folders, pa
     for family, weights in (("llama", "unquantised"), ("qwen3", "unquantised"), ("qwen2", "int8")):
         engine = _engine(folders(family)[0], LayerRange(0, 4), path, weights=weights)
         rng = random.Random(2)
-        prompt = torch.tensor([rng.randrange(300) for _ in range(100)], device="cuda")
+        inputs_of = engine.part.inputs_of
+        prompt = [rng.randrange(300) for _ in range(100)]
         tokens = [rng.randrange(300) for _ in range(13)]
         alone = []
-        engine._runner.forward(0, prompt)
+        engine._runner.forward(0, inputs_of(prompt))
         engine._cache.advance([0], 100)
         for token in tokens:
-            alone.append(engine._runner.forward(0, torch.tensor([token], device="cuda")).clone()[0])
+            alone.append(engine._runner.forward(0, inputs_of([token])).clone()[0])
             engine._cache.advance([0], 1)
         for count in (2, 3, 5, 9, 13):
             engine._cache.rewind(0, 100)
-            block = engine._runner.forward(0, torch.tensor(tokens[:count], device="cuda"))
+            block = engine._runner.forward(0, inputs_of(tokens[:count]))
             assert torch.equal(block, torch.stack(alone[:count])), count
 
 
@@ -239,40 +239,39 @@ def test_fused_cuts_of_a_whole_vocabulary_are_the_references(kind):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["normal", "peaks"])
-def test_the_time_of_a_choice_with_and_without_cuts(kind):
-    vocabulary, most = 152_064, 9
-    logits = cuts.logits_of(kind, most, vocabulary, seed=4).half().cuda()
-    state = SamplingState.make(torch.zeros(1, dtype=torch.int64, device="cuda"))
-    slots, count = (torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(2))
-    candidates, verdict = (torch.zeros(most, dtype=torch.int32, device="cuda") for _ in range(2))
-    took = {}
-    for is_cutting in (False, True):
-        chooser = _fused_chooser(most, vocabulary, is_cutting=is_cutting)
-        for rows in (1, most):
-            graph = GraphPool(logits.device).capture(
-                partial(chooser.judge, logits, rows, slots, state, candidates, count, verdict[:3])
-            )
-            for name, how in {
-                "greedy": GREEDY,
-                "plain": Sampling(temperature=0.8, seed=1),
-                "top-p 0.9": Sampling(temperature=0.8, top_p=0.9, seed=1),
-                "top-k 50": Sampling(temperature=0.8, top_k=50, seed=1),
-                "top-k 50, top-p 0.9": Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=1),
-                "top-p 0.999": Sampling(temperature=0.8, top_p=0.999, seed=1),
-            }.items():
-                if has_cut(how) and not is_cutting:
-                    continue
-                state.put(0, how)
-                took[is_cutting, rows, name] = _microseconds(graph)
-    for (is_cutting, rows, name), each in took.items():
-        print(f"{kind}: a chooser {'with' if is_cutting else 'without'} cuts, {rows} rows, {name}: {each:.1f} µs")
-    plain = took[True, most, "plain"]
-    assert took[True, most, "top-p 0.9"] - plain <= 150
-    assert plain - took[False, most, "plain"] <= 20
+@pytest.mark.parametrize("kind", ["normal", "hot", "flat"])
+@pytest.mark.parametrize(("vocabulary", "is_head_cut"), [(152_064, False), (49_152, False), (32_000, True)])
+def test_fused_cuts_of_rows_without_peaks_are_the_references(vocabulary, is_head_cut, kind):
+    """More tokens contend than are listed. Each row alone, all at once, and in a graph between other rows."""
+    pairs = [(k, p) for k in (0, 400, 1000, 20_000) for p in (1.0, 0.999, 0.9, 0.3, 1e-4) if k or p < 1.0]
+    samplings = [Sampling(temperature=1.0, top_k=k, top_p=p, seed=i << 33) for i, (k, p) in enumerate(pairs)]
+    rows = len(samplings)
+    ids = torch.arange(vocabulary, device="cuda") * 4 + 1 if is_head_cut else None
+    logits = cuts.logits_of(kind, rows, vocabulary, seed=5).half().cuda()
+    state = SamplingState.make(torch.arange(rows, device="cuda") * 7)
+    for slot, each in enumerate(samplings):
+        state.put(slot, each)
+    slots = torch.arange(rows, dtype=torch.int32, device="cuda")
+    chooser = _fused_chooser(rows, vocabulary, tokens=ids)
+    alone = [int(chooser.choose(logits[row:], slots[row : row + 1], state)[0]) for row in range(rows)]
+    at_once = chooser.choose(logits, slots, state)[0]
+    assert at_once.tolist() == alone
+    static = logits.clone()
+    graph = GraphPool(logits.device).capture(lambda: chooser.choose(static, slots, state))
+    for _ in range(20):
+        static.copy_(logits.flip(0))
+        graph.replay()
+        static.copy_(logits)
+        graph.replay()
+        assert at_once.tolist() == alone
+    in_torch = Chooser(vocabulary=vocabulary, tokens=ids, is_cutting=True).choose(logits, slots, state)[0].tolist()
+    differ = [how for how, ours, theirs in zip(samplings, alone, in_torch, strict=True) if ours != theirs]
+    print(f"{kind}, {vocabulary} tokens: others are chosen for {differ}")
+    # Where so many are left, one of them is always as near to a cut as the last bits.
+    assert len(differ) <= 1
 
 
-def _fused_chooser(max_rows, vocabulary, *, is_cutting=True):
+def _fused_chooser(max_rows, vocabulary, *, tokens=None):
     from peerllm.engine.fused import has_dependent_launch
     from peerllm.engine.fused.choosing import FusedChooser
 
@@ -283,20 +282,9 @@ def _fused_chooser(max_rows, vocabulary, *, is_cutting=True):
         vocabulary=vocabulary,
         device=device,
         is_dependent=has_dependent_launch(device),
-        is_cutting=is_cutting,
+        tokens=tokens,
+        is_cutting=True,
     )
-
-
-def _microseconds(graph, times=200):
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(20):
-        graph.replay()
-    start.record()
-    for _ in range(times):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1000 / times
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -347,13 +335,12 @@ def test_memory_is_flat_over_10000_rounds():
 @pytest.mark.parametrize("path", PATHS)
 def test_a_cache_one_token_from_full_takes_that_token(folders, path):
     engines = [_engine(folders("llama")[0], LayerRange(0, 4), each, context=100) for each in (path, "eager")]
-    tokens = torch.tensor([index * 3 % 300 for index in range(99)], device="cuda")
-    last = torch.tensor([7], device="cuda")
+    tokens = [index * 3 % 300 for index in range(99)]
     out = []
     for engine in engines:
-        engine._runner.forward(0, tokens)
+        engine._runner.forward(0, engine.part.inputs_of(tokens))
         engine._cache.advance([0], 99)
-        out.append(engine.part.logits(engine._runner.forward(0, last)).float())
+        out.append(engine.part.logits(engine._runner.forward(0, engine.part.inputs_of([7]))).float())
     assert float((out[0] - out[1]).abs().max()) < TOLERANCE[torch.float16]
 
 
