@@ -18,6 +18,7 @@ from typing import Any
 from peerllm.protocol import limits
 from peerllm.protocol.errors import BadRequest, NotEnoughMemory, PeerllmError
 from peerllm.protocol.identity import INT8, UNQUANTISED, LayerRange
+from peerllm.protocol.tensors import DTYPE_BYTES
 
 _GPU_SHAPES = {"shape": "qwen2.5-7b", "draft_shape": "qwen2.5-0.5b"}
 _CPU_SHAPES = dict.fromkeys(_GPU_SHAPES, "qwen2.5-tiny")
@@ -116,8 +117,14 @@ def _check_memory(options: Mapping[str, Any], devices: list[str], drafting: str 
                 raise NotEnoughMemory(
                     f"layers {layers} of {options['shape']} do not fit {error.message}; {_advice(options)}"
                 ) from error
-            for place, part in plan.devices:
-                needed.setdefault(str(place), [0, 0])[number] += part.total
+            for index, (place, part) in enumerate(plan.devices):
+                size = part.total
+                # A head is planted on top of its weights, before there are caches: out of the embedding, drawn anew.
+                if number == 1 and index == len(plan.devices) - 1:
+                    size = max(size, part.weights + _head_bytes(target, dtype))
+                elif number == 0 and (part.draft or part.is_for_draft):
+                    size = max(size, part.weights + part.draft + _head_bytes(draft, dtype))
+                needed.setdefault(str(place), [0, 0])[number] += size
                 free[str(place)] = max(free.get(str(place), 0), part.free)
     for device, sizes in needed.items():
         if 0 < free[device] < sum(sizes):
@@ -127,6 +134,10 @@ def _check_memory(options: Mapping[str, Any], devices: list[str], drafting: str 
                 f"the first daemon with the draft, {second} MiB of the second); {here} MiB are free; "
                 f"{_advice(options)}"
             )
+
+
+def _head_bytes(config: Any, dtype: str) -> int:
+    return int(config.vocab_size * config.hidden_size) * DTYPE_BYTES[dtype]
 
 
 def halves(layers: int) -> tuple[LayerRange, LayerRange]:

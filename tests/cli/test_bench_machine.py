@@ -45,6 +45,17 @@ def test_two_halves_that_fit_alone_and_not_together_are_refused_with_the_numbers
     )
 
 
+def test_the_embedding_that_a_head_is_planted_from_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, 6800)
+    asked = ASKED | {"shape": "qwen2.5-1.5b", "draft_shape": "qwen2.5-0.5b", "dtype": "float32", "context": 512}
+    with pytest.raises(NotEnoughMemory, match="both halves") as refused:
+        bench_machine.settle(asked)
+    _, first, second = (int(each) for each in re.findall(r"(\d+) MiB", refused.value.message)[:3])
+    # Two workers' VmHWM on a CPU, without the 329 MiB of one that has imported torch and holds nothing.
+    for planned, peak in ((first, 6228 - 329), (second, 4633 - 329)):
+        assert 0.98 * peak < planned < 1.1 * peak
+
+
 def test_a_half_that_does_not_fit_alone_is_refused_with_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     free(monkeypatch, 20)
     with pytest.raises(NotEnoughMemory, match=r"^layers 0:1 of qwen2.5-7b-thin do not fit cpu: .*a smaller --shape"):
