@@ -13,7 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from peerllm.engine.fused.cut import best_of_survivors, is_row_cut
+from peerllm.engine.fused.contenders import is_row_cut
+from peerllm.engine.fused.cut import best_of_survivors
 from peerllm.engine.fused.dependent import dependents_may_start, wait_for_inputs
 from peerllm.engine.fused.noise import perturb
 
@@ -30,14 +31,18 @@ def best_of_blocks(
     largest,  # float32 [rows, BLOCKS]: of the logits over temperature
     mass,  # float32 [rows, BLOCKS]: sum of exp(. - largest)
     bad,  # int32 [rows, BLOCKS]: logits that are NaN or +inf
-    counts,  # int32 [rows], set to 0 for `cut.list_contenders`
+    counts,  # int32 [rows, 2], and
+    bins,  # int64 [rows, 2, BINS]: set to 0 for `contenders.list_contenders`
     ids,  # int32 [vocabulary]: the columns' tokens, ascending, where the head is cut
     vocabulary,
     rows_per_sequence,
     STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    BINS: tl.constexpr,
+    ZEROED: tl.constexpr,  # sums of bins that one block sets to 0
     HAS_IDS: tl.constexpr,
+    IS_CUTTING: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     block = tl.program_id(0)
@@ -67,8 +72,11 @@ def best_of_blocks(
     tl.store(largest + place, limit)
     tl.store(mass + place, tl.sum(tl.where(is_token, tl.exp(raw - shift), 0.0), axis=0))
     tl.store(bad + place, tl.sum(is_bad.to(tl.int32), axis=0))
-    if block == 0:
-        tl.store(counts + row, 0)
+    if IS_CUTTING:
+        if block == 0:
+            tl.store(counts + row * 2, 0)
+        offs = block * ZEROED + tl.arange(0, ZEROED)
+        tl.store(bins + row * 2 * BINS + offs, tl.zeros([ZEROED], tl.int64), mask=offs < 2 * BINS)
 
 
 @triton.jit
@@ -94,12 +102,13 @@ def _mass_of_row(largest, mass, row, BLOCKS: tl.constexpr, PADDED: tl.constexpr)
 
 @triton.jit(do_not_specialize=["rows_per_sequence"])
 def choose_rows(
-    best, best_token, largest, mass, bad, counts, listed, listed_columns, logits,
+    best, best_token, largest, mass, bad, counts, bins, marks, listed, listed_columns, logits,
     slots, positions, seeds, temperatures, top_ks, top_ps, ids,
     choices,  # int32 [rows]
     flags,  # int32 [rows]: logits that are not finite
     vocabulary, rows_per_sequence,
-    STRIDE: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr, BINS: tl.constexpr,
+    CAPACITY: tl.constexpr, TILE: tl.constexpr,
     HAS_IDS: tl.constexpr, IS_CUTTING: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(IS_DEPENDENT)
@@ -111,9 +120,10 @@ def choose_rows(
         if is_row_cut(slot, temperatures, top_ks, top_ps, vocabulary):
             top, total = _mass_of_row(largest, mass, row, BLOCKS, PADDED)
             survivor, _ = best_of_survivors(
-                top, total, row, slot, row % rows_per_sequence, counts, listed, listed_columns, logits,
+                top, total, best, best_token,
+                row, slot, row % rows_per_sequence, counts, bins, marks, listed, listed_columns, logits,
                 positions, seeds, temperatures, top_ks, top_ps, ids, vocabulary,
-                STRIDE, CAPACITY, TILE, HAS_IDS,
+                STRIDE, BLOCK, BLOCKS, PADDED, BINS, CAPACITY, TILE, HAS_IDS,
             )  # fmt: skip
             choice = tl.where(survivor < vocabulary, survivor, choice)
     tl.store(choices + row, choice)
@@ -146,14 +156,15 @@ def judge_block(
 
 @triton.jit
 def advance_draft(
-    best, best_token, largest, mass, bad, counts, listed, listed_columns, logits,
+    best, best_token, largest, mass, bad, counts, bins, marks, listed, listed_columns, logits,
     slots, positions, seeds, temperatures, top_ks, top_ps,
     token,  # int64 [1]: the step's input, then its choice
     step,  # int32 [1]
     candidates,  # int32 [steps]
     probabilities,  # float32 [steps]: after the cut; NaN where logits are not finite
     ids, vocabulary,
-    STRIDE: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr, BINS: tl.constexpr,
+    CAPACITY: tl.constexpr, TILE: tl.constexpr,
     HAS_IDS: tl.constexpr, IS_CUTTING: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(IS_DEPENDENT)
@@ -165,9 +176,10 @@ def advance_draft(
     if IS_CUTTING:  # noqa: SIM102 - one is known to the compiler, the other to the device
         if is_row_cut(slot, temperatures, top_ks, top_ps, vocabulary):
             survivor, kept = best_of_survivors(
-                top, total, row, slot, 0, counts, listed, listed_columns, logits,
+                top, total, best, best_token,
+                row, slot, 0, counts, bins, marks, listed, listed_columns, logits,
                 positions, seeds, temperatures, top_ks, top_ps, ids, vocabulary,
-                STRIDE, CAPACITY, TILE, HAS_IDS,
+                STRIDE, BLOCK, BLOCKS, PADDED, BINS, CAPACITY, TILE, HAS_IDS,
             )  # fmt: skip
             choice = tl.where(survivor < vocabulary, survivor, choice)
             total = kept

@@ -5,18 +5,20 @@ from __future__ import annotations
 import torch
 
 from peerllm.engine.choosing import SamplingState
-from peerllm.engine.fused import choice, cut
+from peerllm.engine.fused import choice, contenders
 
 _BLOCK = 512
 _LISTING_TILE, _LISTING_TILES = 2048, 4
 """Tokens that one program looks through, at once and in turn, for those that may survive top-k and top-p: the programs
 are few, for they start in every block's verdict, and have something to do in some."""
 _TILE = 4096
-"""Tokens of its list that a row's program looks at at once."""
+"""Tokens that a row's program looks at at once; a multiple of a block."""
 _LISTED = 16_384
-"""Tokens of a row that its list has room for; a row with more is gone over whole."""
+"""Tokens of a row that its list has room for."""
+_BINS = 1024
+"""Of a row's scores, by which the threshold is looked for; a power of two."""
 _CUT_WARPS = 8
-"""Of a row's program, which goes over its list some 25 times."""
+"""Of a row's program, which goes over its list some 20 times."""
 
 
 class FusedChooser:
@@ -54,7 +56,10 @@ class FusedChooser:
 
         self._best, self._largest, self._mass = (buffer(torch.float32, self._blocks) for _ in range(3))
         self._best_token, self._bad = (buffer(torch.int32, self._blocks) for _ in range(2))
-        self._choices, self._flags, self._counts = (buffer(torch.int32) for _ in range(3))
+        self._choices, self._flags = (buffer(torch.int32) for _ in range(2))
+        self._counts = buffer(torch.int32, 2)
+        self._bins = buffer(torch.int64, 2 * _BINS if is_cutting else 0)
+        self._marks = buffer(torch.float32, 2)
         self._listed = buffer(torch.float32, self._capacity if is_cutting else 0)
         self._listed_columns = buffer(torch.int32, self._capacity if is_cutting else 0)
 
@@ -63,25 +68,28 @@ class FusedChooser:
     ) -> None:
         choice.best_of_blocks[(self._blocks, rows)](
             logits, slots, state.positions, state.seeds, state.temperatures,
-            self._best, self._best_token, self._largest, self._mass, self._bad, self._counts, self._ids,
-            self._vocabulary, rows_each, STRIDE=self._columns, BLOCK=_BLOCK, BLOCKS=self._blocks,
-            HAS_IDS=self._ids is not None, **self._options,
+            self._best, self._best_token, self._largest, self._mass, self._bad, self._counts, self._bins,
+            self._ids, self._vocabulary, rows_each, STRIDE=self._columns, BLOCK=_BLOCK, BLOCKS=self._blocks,
+            BINS=_BINS, ZEROED=1 << (-(-2 * _BINS // self._blocks) - 1).bit_length(),
+            HAS_IDS=self._ids is not None, IS_CUTTING=self._is_cutting, **self._options,
         )  # fmt: skip
         if self._is_cutting:
             programs = -(-self._vocabulary // (_LISTING_TILE * _LISTING_TILES))
-            cut.list_contenders[(programs, rows)](
+            contenders.list_contenders[(programs, rows)](
                 logits, slots, state.temperatures, state.top_ks, state.top_ps, self._largest, self._mass,
-                self._counts, self._listed, self._listed_columns, self._vocabulary, rows_each,
+                self._counts, self._bins, self._marks, self._listed, self._listed_columns, self._vocabulary, rows_each,
                 STRIDE=self._columns, TILE=_LISTING_TILE, TILES=_LISTING_TILES, BLOCKS=self._blocks,
-                PADDED=self._padded, CAPACITY=self._capacity, num_warps=_CUT_WARPS, **self._options,
+                PADDED=self._padded, BINS=_BINS, CAPACITY=self._capacity, num_warps=_CUT_WARPS, **self._options,
             )  # fmt: skip
 
     def _row_options(self) -> dict[str, object]:
         """Of the kernels that have one program a row."""
         return {
             "STRIDE": self._columns,
+            "BLOCK": _BLOCK,
             "BLOCKS": self._blocks,
             "PADDED": self._padded,
+            "BINS": _BINS,
             "CAPACITY": self._capacity,
             "TILE": _TILE,
             "HAS_IDS": self._ids is not None,
@@ -96,7 +104,7 @@ class FusedChooser:
         self._blocks_of(logits, rows, slots, state, rows_each=rows_each)
         choice.choose_rows[(rows,)](
             self._best, self._best_token, self._largest, self._mass, self._bad,
-            self._counts, self._listed, self._listed_columns, logits,
+            self._counts, self._bins, self._marks, self._listed, self._listed_columns, logits,
             slots, state.positions, state.seeds, state.temperatures, state.top_ks, state.top_ps, self._ids,
             self._choices, self._flags, self._vocabulary, rows_each, **self._row_options(),
         )  # fmt: skip
@@ -141,7 +149,7 @@ class FusedChooser:
         self._blocks_of(logits, 1, slots, state, rows_each=1)
         choice.advance_draft[(1,)](
             self._best, self._best_token, self._largest, self._mass, self._bad,
-            self._counts, self._listed, self._listed_columns, logits,
+            self._counts, self._bins, self._marks, self._listed, self._listed_columns, logits,
             slots, state.positions, state.seeds, state.temperatures, state.top_ks, state.top_ps,
             token, step, candidates, probabilities, self._ids, self._vocabulary, **self._row_options(),
         )  # fmt: skip

@@ -21,7 +21,7 @@ VOCABULARY = 700
 
 
 @pytest.mark.parametrize("capacity", [VOCABULARY, 64], ids=["listed", "too many to list"])
-@pytest.mark.parametrize("what", ["batch", "verdict", "draft"])
+@pytest.mark.parametrize("what", ["batch", "verdict", "draft", "hard_rows"])
 def test_a_cut_row_chooses_what_the_reference_chooses(what, capacity):
     """In a process of its own: the interpreter is chosen before Triton is imported."""
     code = f"from tests.engine.fused import test_cut_kernels as t; t.check_{what}({capacity})"
@@ -138,3 +138,68 @@ def check_draft(capacity: int) -> None:
             chooser.advance(logits, slots, state, token, step, proposed, chances)
             assert bool(chances[1].isnan()) and 0 <= int(token) < VOCABULARY
     assert near <= 4
+
+
+def _hard_rows():
+    """(what is hard, temperature 1 throughout, sampling, float32 `[1, VOCABULARY]`)."""
+    from peerllm.protocol.requests import Sampling
+
+    def sampling(k: int = 0, p: float = 1.0) -> Sampling:
+        return Sampling(temperature=1.0, top_k=k, top_p=p, seed=k + int(p * 1000))
+
+    generator = torch.Generator().manual_seed(8)
+    made = torch.randn(1, VOCABULARY, generator=generator)
+    some = torch.randperm(VOCABULARY, generator=generator)
+    masked = (made * 3).index_fill(1, some[:600], float("-inf"))
+    for k, p in ((50, 1.0), (50, 0.9), (200, 1.0), (200, 0.5), (0, 0.9), (0, 0.5)):
+        yield "-inf", sampling(k, p), masked
+    # Every block's best is 0, so the bins' edges are known: ties on both sides of some, and in the bin between two.
+    edges = torch.full((1, VOCABULARY), -4.0)
+    nearer = float(torch.nextafter(torch.tensor(-0.5), torch.tensor(0.0)))
+    for start, score in enumerate((0.0, nearer, -0.5, -0.515624, -0.515625)):
+        edges[0, start :: 20 if score else 60] = score
+    for k in (1, 7, 30, 50, 80, 110, 140, 300):
+        yield "edges of bins", sampling(k), edges
+        yield "edges of bins", sampling(k, 0.8), edges
+    for p in (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.9):
+        yield "edges of bins", sampling(p=p), edges
+    for k, p in ((300, 1.0), (300, 0.5), (0, 0.5), (0, 0.9)):
+        yield "one bin", sampling(k, p), 10 + made * 1e-3
+    far = torch.where(made > 2, made * 40, made)
+    for k, p in ((20, 1.0), (300, 1.0), (300, 0.9), (650, 1.0), (650, 0.999), (699, 1.0), (0, 0.999)):
+        yield "peaks far above", sampling(k, p), far
+    hills = torch.where(made > 1.5, made * 3, made)
+    for k, p in ((3, 1.0), (12, 1.0), (12, 0.7), (30, 0.9), (0, 0.3), (0, 0.7), (0, 0.9)):
+        yield "hills", sampling(k, p), hills
+    for seed in range(12):
+        # The best after noise is mostly cut off.
+        yield "flat", Sampling(temperature=1.0, top_p=0.2, seed=seed), made
+        yield "flat", Sampling(temperature=1.0, top_k=100, top_p=0.8, seed=seed), made
+        yield "flat", sampling(80 + seed * 30), made
+
+
+def check_hard_rows(capacity: int) -> None:
+    """One chooser goes from row to row: nothing of the row before is left."""
+    from peerllm.engine.choosing import SamplingState
+    from peerllm.engine.drafting.model import candidate_probability
+    from peerllm.engine.sampling import scores_of
+    from tests.engine import cuts
+
+    chooser = _chooser(capacity, 1, columns=VOCABULARY)
+    state = SamplingState.make(torch.tensor([40]))
+    slots = torch.zeros(1, dtype=torch.int32)
+    near = 0
+    for name, how, logits in _hard_rows():
+        if cuts.is_near(logits[0], how, 41):
+            near += 1
+            print(f"{name}: the last bits decide for {how}")
+            continue
+        state.put(0, how)
+        state.positions.fill_(40)
+        token, step = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+        proposed, chances = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
+        chooser.advance(logits, slots, state, token, step, proposed, chances)
+        assert int(token) == int(scores_of(logits, how, torch.tensor([41])).argmax()), (name, how)
+        expected = float(candidate_probability(logits, how)[0, int(token)])
+        assert abs(float(chances[0]) - expected) < 1e-5 * expected, (name, how)
+    assert near <= 2
