@@ -8,6 +8,7 @@ told what it found, and at the end the table for `fused.tilings`. Needs a GPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from peerllm.engine import benching
 from peerllm.engine.bench import Timer
 from peerllm.engine.fused.tilings import TILINGS_INT8, Tiling, int8_tiling, parts_for
 from peerllm.engine.shapes import NAMES, named_config, random_slice
@@ -27,6 +29,7 @@ from peerllm.engine.slice import SliceShape
 from peerllm.protocol import limits
 from peerllm.protocol.identity import LayerRange
 
+_PROGRAM = "python3 -m peerllm.engine.bench_int8"
 _CACHE_BYTES = 256 << 20
 """Weights that are rotated through, so that none is still in the L2 cache when its turn comes again."""
 _ROWS = {16: 9, 128: 65}
@@ -39,6 +42,8 @@ _NARROW = (
 _WIDE = ((64, 128, 4, 4), (64, 128, 8, 3), (128, 128, 8, 3), (128, 128, 8, 4), (128, 64, 8, 5))
 _WIDE_GATED = ((32, 128, 8, 4), (64, 128, 8, 3), (64, 128, 8, 4), (64, 64, 8, 5), (64, 128, 4, 3))
 """Columns and depth of a tile, warps, stages."""
+_ROOM = 64
+"""Positions that half of the model has left."""
 _COMPILERS = 8
 _COMPILE_SECONDS = 60
 
@@ -200,8 +205,8 @@ def half_model(shape: str, device: torch.device, context: int, repeats: int) -> 
         cache = part.make_cache(slots=1, capacity=capacity)
         static = FusedSlice(part, cache, max_rows=128)
         runner = GraphRunner(static, buckets=(1, 9, 65), prefill_buckets=())
-        cache.lengths[0] = context - 64
-        cache.positions.fill_(context - 64)
+        cache.lengths[0] = context - _ROOM
+        cache.positions.fill_(context - _ROOM)
         found[kernel] = {}
         for count in (1, 9, 65):
             found[kernel][count] = timer.device_milliseconds(partial(runner.forward, 0, inputs[:count]))
@@ -219,8 +224,13 @@ def half_model(shape: str, device: torch.device, context: int, repeats: int) -> 
     return found
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python3 -m peerllm.engine.bench_int8", description=__doc__.splitlines()[0])
+def main(arguments: list[str] | None = None) -> int:
+    """The exit status, as `benching.run` has it."""
+    return benching.run(_PROGRAM, partial(_main, arguments))
+
+
+def _main(arguments: list[str] | None) -> int:
+    parser = argparse.ArgumentParser(prog=_PROGRAM, description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shape", default="qwen2.5-7b", choices=NAMES)
     parser.add_argument("--context", type=int, default=1024)
@@ -228,38 +238,40 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--stage", default="all", choices=("all", "compile", "time"), help="compile alone, or time alone"
     )
-    parser.add_argument("--compiler", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--compiler", type=int, choices=range(_COMPILERS), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    try:
-        device = torch.empty(0, device=options.device).device
-    except (RuntimeError, AssertionError) as error:
-        parser.error(f"argument --device: {options.device!r} cannot be used: {str(error).splitlines()[0]}")
-    if device.type != "cuda":
-        parser.error(f"argument --device: these kernels need a GPU; got {options.device!r}")
+    benching.check_context(parser, options.context, least=_ROOM + 1, shapes=(options.shape,))
+    if options.repeats < 1:
+        parser.error("argument --repeats: a number from 1 up")
+    device = benching.use_device(parser, options.device, gpu_for="these kernels need a GPU")
+    with torch.inference_mode():
+        _measure(Bench(device, options.repeats), options)
+    return 0
+
+
+def _measure(bench: Bench, options: argparse.Namespace) -> None:
     shape = SliceShape.of(named_config(options.shape))
     work = [(each, tile) for tile in _ROWS for each in products(shape)]
-    bench = Bench(device, options.repeats)
-    with torch.inference_mode():
-        if options.compiler is not None:
-            every = [(product, tile, tiling) for product, tile in work for tiling in candidates(product, tile)]
-            for product, tile, tiling in every[options.compiler :: _COMPILERS]:
-                bench.compile(product, tile, tiling)
-            torch.cuda.synchronize(device)
-            return
-        began = time.monotonic()
-        if options.stage != "time":
-            _compile_all(options)
-            print(f"compiled in {time.monotonic() - began:.1f} s", flush=True)
-        if options.stage == "compile":
-            return
-        best = {}
-        for product, tile in work:
-            best[product.columns, product.depth, product.is_gated, tile] = bench.best(product, tile)
-        TILINGS_INT8.update(best)
-        print(f"tuned after {time.monotonic() - began:.1f} s", flush=True)
-        for key, tiling in best.items():
-            print(f"    {key}: {tiling},", flush=True)
-        milliseconds = half_model(options.shape, device, options.context, options.repeats)
+    if options.compiler is not None:
+        every = [(product, tile, tiling) for product, tile in work for tiling in candidates(product, tile)]
+        for product, tile, tiling in every[options.compiler :: _COMPILERS]:
+            bench.compile(product, tile, tiling)
+        torch.cuda.synchronize(bench.device)
+        return
+    began = time.monotonic()
+    if options.stage != "time":
+        _compile_all(options)
+        print(f"compiled in {time.monotonic() - began:.1f} s", flush=True)
+    if options.stage == "compile":
+        return
+    best = {}
+    for product, tile in work:
+        best[product.columns, product.depth, product.is_gated, tile] = bench.best(product, tile)
+    TILINGS_INT8.update(best)
+    print(f"tuned after {time.monotonic() - began:.1f} s", flush=True)
+    for key, tiling in best.items():
+        print(f"    {key}: {tiling},", flush=True)
+    milliseconds = half_model(options.shape, bench.device, options.context, options.repeats)
     print(json.dumps({"milliseconds": milliseconds}), flush=True)
 
 
@@ -267,20 +279,25 @@ def _compile_all(options: argparse.Namespace) -> None:
     """Into Triton's cache on disk, by processes beside each other. One that fails says so, and its share is compiled
     when its turn comes."""
     command = [sys.executable, "-m", "peerllm.engine.bench_int8", "--device", options.device, "--shape", options.shape]
+    # In a group of their own: Ctrl-C on a terminal is this process's, which ends them.
     running = [
-        subprocess.Popen([*command, "--compiler", str(index)], env={**os.environ, "OMP_NUM_THREADS": "1"})
+        subprocess.Popen(
+            [*command, "--compiler", str(index)], env={**os.environ, "OMP_NUM_THREADS": "1"}, process_group=0
+        )
         for index in range(_COMPILERS)
     ]
     deadline = time.monotonic() + _COMPILE_SECONDS
-    for process in running:
-        try:
-            code = process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+    try:
+        for process in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+    finally:
+        for process in running:
             process.kill()
-            code = process.wait()
-        if code:
+    for process in running:
+        if code := process.wait():
             print(f"a compiler ended with {code}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

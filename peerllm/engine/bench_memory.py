@@ -15,12 +15,13 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from peerllm.engine import codec, memory
+from peerllm.engine import benching, codec, memory
 from peerllm.engine.engine import Engine
 from peerllm.engine.planting import DRAFT, TARGET, write_pair
 from peerllm.engine.shapes import NAMES, named_config
@@ -28,6 +29,7 @@ from peerllm.protocol import limits
 from peerllm.protocol.identity import INT8, UNQUANTISED, LayerRange
 from peerllm.protocol.requests import Sampling
 
+_PROGRAM = "python3 -m peerllm.engine.bench_memory"
 _CODEC = "int8"
 _CUT = Sampling(temperature=1.0, seed=3, top_k=200, top_p=0.9)
 _FREE = Sampling(temperature=1.0, seed=3)
@@ -146,9 +148,16 @@ def measure(index: int, arguments: list[str], device: torch.device) -> dict[str,
     """Bytes of one case: what `hold` prints, and CUDA's `context`."""
     before = memory.free_memory(device)
     command = [sys.executable, "-m", "peerllm.engine.bench_memory", *arguments, "--case", str(index)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    # In a group of its own: Ctrl-C on a terminal is this process's, and the other's standard input ends.
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
+    ) as process:
         assert process.stdout is not None and process.stdin is not None
-        line = process.stdout.readline()
+        try:
+            line = process.stdout.readline()
+        except BaseException:
+            process.kill()
+            raise
         found: dict[str, int] = json.loads(line) if line else {}
         found["context"] = before - memory.free_memory(device) - found.get("taken", 0)
         process.stdin.close()
@@ -158,28 +167,29 @@ def measure(index: int, arguments: list[str], device: torch.device) -> dict[str,
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status: 1 where a case failed."""
-    parser = argparse.ArgumentParser(prog="python3 -m peerllm.engine.bench_memory", description=__doc__.splitlines()[0])
+    """The exit status: 1 where a case failed, and as `benching.run` has it."""
+    return benching.run(_PROGRAM, partial(_main, arguments))
+
+
+def _main(arguments: list[str] | None) -> int:
+    parser = argparse.ArgumentParser(prog=_PROGRAM, description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="float16", choices=tuple(codec.DTYPES))
     parser.add_argument("--shape", default="qwen2.5-7b", choices=NAMES)
     parser.add_argument("--draft-shape", default="qwen2.5-0.5b", choices=NAMES)
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--json", action="store_true", help="a line of figures for each case, in bytes")
-    parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--case", type=int, choices=range(len(CASES)), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.context < 2 * limits.MAX_CANDIDATES:
-        parser.error(f"argument --context: {2 * limits.MAX_CANDIDATES} positions at least are needed")
+    shapes = (options.shape, options.draft_shape)
+    benching.check_context(parser, options.context, least=2 * limits.MAX_CANDIDATES, shapes=shapes)
+    device = benching.use_device(parser, options.device, gpu_for="memory is counted on a GPU")
     if options.case is not None:
+        if options.folder is None:
+            parser.error("argument --case: --folder is needed with it")
         hold(CASES[options.case], options)
         return 0
-    try:
-        device = torch.empty(0, device=options.device).device
-    except (RuntimeError, AssertionError) as error:
-        parser.error(f"argument --device: {options.device!r} cannot be used: {str(error).splitlines()[0]}")
-    if device.type != "cuda":
-        parser.error(f"argument --device: memory is counted on a GPU; got {options.device!r}")
     with tempfile.TemporaryDirectory(prefix="peerllm-memory-") as folder:
         options.folder = folder
         write_pair(Path(folder), options.shape, options.draft_shape, (0.9,), options.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 
 from peerllm import models
 from peerllm.engine.machine import machine
+from peerllm.engine.out_of_memory import give_back, is_out_of_memory
 from peerllm.engine.planting import as_whole
 from peerllm.engine.results import Prefilled
 from peerllm.engine.tokens import Tokens
@@ -72,12 +72,12 @@ class Operations:
         try:
             return handler(header, payload)
         except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             said = str(error).partition("\n")[0][:500]
             words = f"{op}: memory ran out in spite of the plan ({said})"
         # Outside of the handler: the error's frames hold what was made on the way.
-        _give_back()
+        give_back()
         raise NotEnoughMemory(f"{words}; end what else uses it, or start again with a smaller --context")
 
     # --- Models -----------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Operations:
         )
         self._tokens = Tokens(folder)
         self._engine = engine
-        _give_back()
+        give_back()
         kind, _, path = held["draft"].partition(":")
         # A draft's folder without the way to it: the status goes to whoever may open the socket.
         drafted_by = (Path(path).name if path else kind) if engine.part.is_first else "none"
@@ -180,7 +180,7 @@ class Operations:
         """What was loaded goes before something is planned or loaded: two slices need not fit at once."""
         if self._engine is not None:
             self._engine = self._tokens = None
-            _give_back()
+            give_back()
 
     # --- Text ---------------------------------------------------------------------------------------------------------
 
@@ -265,21 +265,6 @@ class Operations:
         if self._tokens is None:
             raise EngineError("no model is loaded in this worker")
         return self._tokens
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """torch has a type for a GPU's allocator alone; libraries and the CPU's say it in words."""
-    words = str(error).lower()
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
-        each in words for each in ("out of memory", "alloc_failed", "can't allocate memory")
-    )
-
-
-def _give_back() -> None:
-    """To the GPU, what nothing holds any more: a plan, of another process too, asks the driver what is free."""
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def _prefilled(done: Prefilled) -> Answer:

@@ -18,9 +18,9 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from peerllm.engine import inductor
 from peerllm.protocol import limits
 from peerllm.protocol.errors import EngineError, PeerllmError, ProtocolError
 from peerllm.protocol.pipe import FrameReader, encode_frame
@@ -179,9 +179,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     # Ctrl-C on a terminal reaches the whole group; the daemon decides, and closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # torch makes this folder when it is imported; without a name for it, in the temporary folder, and leaves it there.
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "peerllm" / "inductor"))
+    inductor.name_folder()
     # On a machine whose cores are all busy computing, the daemon's loop (pings, verdicts, clients) goes first.
     os.nice(_NICENESS)
     pipe = Pipe(socket.socket(fileno=options.fd))

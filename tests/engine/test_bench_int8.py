@@ -8,14 +8,23 @@ from peerllm.engine import bench_int8
 
 
 @pytest.mark.parametrize(
-    ("device", "said"), [("cpu", "need a GPU; got 'cpu'"), ("cuda:99", "cannot be used"), ("nothing", "cannot be used")]
+    ("arguments", "said"),
+    [
+        (["--device", "cpu"], "argument --device: these kernels need a GPU; got 'cpu'"),
+        (["--device", "meta"], "argument --device: these kernels need a GPU; got 'meta'"),
+        (["--device", "cuda:99"], "argument --device: 'cuda:99' cannot be used"),
+        (["--device", "nothing"], "argument --device: 'nothing' cannot be used"),
+        (["--context", "64"], "argument --context: 65 positions at least"),
+        (["--context", "9" * 23], "argument --context: 32768 positions at most"),
+        (["--repeats", "0"], "argument --repeats: a number from 1 up"),
+        (["--compiler", "-1"], "argument --compiler: invalid choice: -1"),
+    ],
 )
-def test_a_device_that_cannot_run_it_is_refused_before_anything_is_compiled(
-    device: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_timed_is_refused_before_anything_is_compiled(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_int8, "_compile_all", None)
     with pytest.raises(SystemExit) as ended:
-        bench_int8.main(["--device", device])
+        bench_int8.main(arguments)
     assert ended.value.code == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert "argument --device" in last and said in last
+    assert said in capsys.readouterr().err.splitlines()[-1]

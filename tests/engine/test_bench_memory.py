@@ -18,6 +18,10 @@ from peerllm.engine.planting import write_pair
         (["--device", "cpu"], "argument --device: memory is counted on a GPU; got 'cpu'"),
         (["--device", "cuda:99"], "argument --device: 'cuda:99' cannot be used"),
         (["--context", "100"], "argument --context: 128 positions at least are needed"),
+        (["--context", "9" * 23], "argument --context: 32768 positions at most"),
+        (["--case", "99"], "argument --case: invalid choice: 99"),
+        (["--case", "-1"], "argument --case: invalid choice: -1"),
+        (["--device", "cpu", "--case", "0"], "argument --device: memory is counted on a GPU; got 'cpu'"),
         (["--shape", "huge"], "argument --shape: invalid choice: 'huge'"),
     ],
 )

@@ -20,7 +20,8 @@ import numpy
 import torch
 
 from peerllm.engine.batch import MOST_SLOTS, BatchDecoder
-from peerllm.engine.bench import Timer, profile
+from peerllm.engine.bench import Timer
+from peerllm.engine.benching import profile
 from peerllm.engine.codec import DTYPES
 from peerllm.engine.distill.answers import Sample
 from peerllm.engine.distill.options import MOST_COST, Recipe, default_init
