@@ -23,6 +23,7 @@ import torch
 
 from peerllm.engine import benching, codec, memory
 from peerllm.engine.engine import Engine
+from peerllm.engine.plans import Plan
 from peerllm.engine.planting import DRAFT, TARGET, write_pair
 from peerllm.engine.shapes import NAMES, named_config
 from peerllm.protocol import limits
@@ -82,7 +83,7 @@ class Holder:
             "context": options.context,
         }
 
-    def plan(self) -> memory.Plan:
+    def plan(self) -> Plan:
         """As before a load."""
         found = memory.plan_load(self._folder / TARGET, self._layers, **self._held)
         return found.devices[0][1]

@@ -21,7 +21,9 @@ from peerllm.engine.drafting.base import Drafter, NoDrafter
 from peerllm.engine.drafting.build import build_drafter
 from peerllm.engine.drafting.graph import GraphDrafter
 from peerllm.engine.drafting.model import ModelDrafter
-from peerllm.engine.memory import cache_positions, plan_load
+from peerllm.engine.machine import indexed
+from peerllm.engine.memory import plan_load
+from peerllm.engine.plans import cache_positions
 from peerllm.engine.results import Drafted, Loaded, Prefilled, Stopwatch, Verified
 from peerllm.engine.runner import Runner
 from peerllm.engine.running import make_runner
@@ -171,7 +173,9 @@ class Engine:
                 progress=progress,
             )
             if draft_device is not None and isinstance(drafter, ModelDrafter | GraphDrafter):
-                drafter = AheadDrafter(drafter, draft_device)
+                held = {indexed(place) for place in places[: len(parts)]}
+                is_beside = indexed(torch.device(draft_device)) in held
+                drafter = AheadDrafter(drafter, draft_device, is_beside=is_beside)
         seconds["draft"] = time.perf_counter() - clock
         progress("getting ready", 0.0)
         engine = cls(part, context=context, wire_codec=wire_codec, dtype=dtype, slots=slots, drafter=drafter, path=path)
@@ -264,12 +268,15 @@ class Engine:
         limit = min(draft_length, limits.MAX_CANDIDATES, self.context - start - 1)
         proposal = self.drafter.propose(state.slot, state.tokens, limit, min_probability, state.sampling)
         draft_us = watch.lap_us()
-        if isinstance(self.drafter, AheadDrafter):
-            following = [*state.tokens, *proposal.candidates]
-            more = min(draft_length, limits.MAX_CANDIDATES, self.context - len(following) - 1)
-            self.drafter.go_on(state.slot, following, more, min_probability, state.sampling)
+        ahead = self.drafter if isinstance(self.drafter, AheadDrafter) else None
+        following = [*state.tokens, *proposal.candidates]
+        more = min(draft_length, limits.MAX_CANDIDATES, self.context - len(following) - 1)
+        if ahead is not None and not ahead.is_beside:
+            ahead.go_on(state.slot, following, more, min_probability, state.sampling)
         inputs = self._tokens_in([state.tokens[start], *proposal.candidates])
         hidden = self._run(state, start, inputs)
+        if ahead is not None and ahead.is_beside:
+            ahead.go_on(state.slot, following, more, min_probability, state.sampling)
         layers_us = watch.lap_us()
         payload = codec.encode(hidden, self._codec)
         return Drafted(start, proposal.candidates, proposal.probabilities, payload, draft_us, layers_us, watch.lap_us())

@@ -6,71 +6,25 @@ device that is too small says so, with the numbers and the largest context that 
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from peerllm.engine.machine import host_memory, indexed
+from peerllm.engine.plans import Plan, Plans, best_division, cache_positions, fit, split_range
 from peerllm.engine.workspace import CUDA_CONTEXT_BYTES, path_of, workspace_bytes
 from peerllm.models.allowlist import ModelShape, read_shape
 from peerllm.models.drafts import is_draft, read_draft
 from peerllm.models.layout import layer_tensors, range_tensors, size_bytes
 from peerllm.protocol import limits
 from peerllm.protocol.errors import NotEnoughMemory
-from peerllm.protocol.identity import INT8, UNQUANTISED, LayerRange, share_layers
+from peerllm.protocol.identity import INT8, UNQUANTISED, LayerRange
 from peerllm.protocol.tensors import DTYPE_BYTES
 
-_MIB = limits.MIB
 _SPARE = 32
 """What is free changes until the layers are loaded: a context that is chosen long before leaves this part of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Bytes on one device."""
-
-    weights: int
-    cache_per_position: int
-    context: int
-    slots: int
-    workspace: int
-    draft: int
-    """Everything of a draft model on the same device."""
-    free: int
-    """0 where it is not known."""
-    is_for_draft: bool = False
-    """Whether all of it is a draft model's, alone on its device."""
-
-    @property
-    def cache(self) -> int:
-        return self.cache_per_position * cache_positions(self.context) * self.slots
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.cache + self.workspace + self.draft
-
-    @property
-    def fits(self) -> bool:
-        return self.free == 0 or self.total <= self.free
-
-    def words(self) -> str:
-        cache = f"keys and values of {self.context} positions"
-        parts = {"weights": self.weights, cache: self.cache, "workspace": self.workspace}
-        if self.draft:
-            parts["draft model"] = self.draft
-        listed = ", ".join(f"{name} {size // _MIB} MiB" for name, size in parts.items())
-        what = " for the draft model" if self.is_for_draft else ""
-        return f"{self.total // _MIB} MiB are needed{what} ({listed}); {self.free // _MIB} MiB are free"
-
-
-Plans = list[tuple[torch.device, Plan]]
-_PlansAt = Callable[[list[LayerRange], int], Plans]
-"""Of a division of the layers and so many positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +42,6 @@ class LoadPlan:
     def words(self) -> list[str]:
         """A line for each device."""
         return [f"{place}: {plan.words()}" for place, plan in self.devices]
-
-
-def cache_positions(context: int) -> int:
-    """Of a sequence's cache: graphs pad blocks to a bucket, and what they write past the end must still be inside."""
-    return context + limits.MAX_CANDIDATES + 1
 
 
 def plan_load(
@@ -151,33 +100,17 @@ def plan_load(
             free=free,
         )
 
-    if not _fit(plans_at(ranges, wanted)):
+    if not fit(plans_at(ranges, wanted)):
         least = wanted if is_named else min(limits.LEAST_CONTEXT, wanted)
-        largest, ranges = _best_division(ranges, wanted, plans_at)
+        largest, ranges = best_division(ranges, wanted, plans_at)
         if largest < least:
             _refuse(plans_at(ranges, least), largest, layers)
         if is_early:
             largest -= largest % limits.LEAST_CONTEXT  # so that it is the same after a restart, more often than not
         wanted = largest
-    slots = next((count for count in range(most_slots, 0, -1) if _fit(plans_at(ranges, wanted, count))), least_slots)
+    slots = next((count for count in range(most_slots, 0, -1) if fit(plans_at(ranges, wanted, count))), least_slots)
     is_apart = is_embedding_apart(shape, ranges[0], places[0], draft=draft, draft_device=drafting)
     return LoadPlan(wanted, ranges, slots, plans_at(ranges, wanted, slots), is_apart)
-
-
-def largest_context(plans_at: Callable[[int], Plans], most: int) -> int:
-    """The largest context up to `most` whose plans fit; 0 where not even one position does."""
-    fits, too_large = 0, most + 1
-    while too_large - fits > 1:
-        middle = (fits + too_large) // 2
-        if _fit(plans_at(middle)):
-            fits = middle
-        else:
-            too_large = middle
-    return fits
-
-
-def _fit(plans: Plans) -> bool:
-    return all(plan.fits for _, plan in plans)
 
 
 def _refuse(plans: Plans, largest: int, layers: LayerRange) -> None:
@@ -196,13 +129,6 @@ def _refuse(plans: Plans, largest: int, layers: LayerRange) -> None:
         raise NotEnoughMemory(f"{place}: {plan.words()}; {advice}")
 
 
-def split_range(layers: LayerRange, free_bytes: Sequence[int]) -> list[LayerRange]:
-    """`layers` over devices with so much free memory, in order; a device too many gets none."""
-    count = min(len(layers), len(free_bytes))
-    shares = share_layers(len(layers), [None] * count, list(free_bytes[:count]))
-    return [LayerRange(layers.first + each.first, layers.first + each.last) for each in shares]
-
-
 def is_embedding_apart(
     shape: ModelShape, layers: LayerRange, place: torch.device, *, draft: str, draft_device: torch.device
 ) -> bool:
@@ -216,46 +142,6 @@ def is_embedding_apart(
     kind, _, folder = draft.partition(":")
     is_shared = kind == "model" and bool(folder) and is_draft(folder) and indexed(draft_device) == indexed(place)
     return not is_shared
-
-
-def _best_division(ranges: list[LayerRange], wanted: int, plans_at: _PlansAt) -> tuple[int, list[LayerRange]]:
-    """The largest context up to `wanted` that fits, and the division of `ranges`' layers for it. A draft, a head or
-    another's use of a device can make it another one than free memory alone says."""
-    largest, best, positions = -1, ranges, wanted
-    while largest < wanted:
-        ranges = _with_most_room(best, positions, plans_at)
-        found = largest_context(partial(plans_at, ranges), wanted)
-        if found <= largest:
-            break
-        largest, best, positions = found, ranges, min(found + 1, wanted)
-    return largest, best
-
-
-def _with_most_room(ranges: list[LayerRange], positions: int, plans_at: _PlansAt) -> list[LayerRange]:
-    """The division whose fullest device has the most to spare at so many positions, a neighbour at a time."""
-    room = _room(plans_at(ranges, positions))
-    while True:
-        found = [(_room(plans_at(each, positions)), each) for each in _neighbours(ranges)]
-        most, best = max(found, key=lambda each: each[0], default=(room, ranges))
-        if most <= room:
-            return ranges
-        room, ranges = most, best
-
-
-def _room(plans: Plans) -> list[float]:
-    """Bytes that each device has to spare, the fewest first."""
-    return sorted(plan.free - plan.total if plan.free else math.inf for _, plan in plans)
-
-
-def _neighbours(ranges: list[LayerRange]) -> Iterator[list[LayerRange]]:
-    """Divisions with one border, or several beside each other, a layer further on or back."""
-    borders = [each.last for each in ranges[:-1]]
-    for first, last in itertools.combinations(range(len(borders) + 1), 2):
-        for step in (-1, 1):
-            moved = [at + step if first <= index < last else at for index, at in enumerate(borders)]
-            edges = [ranges[0].first, *moved, ranges[-1].last]
-            if all(before < after for before, after in itertools.pairwise(edges)):
-                yield [LayerRange(*each) for each in itertools.pairwise(edges)]
 
 
 def plan_slice(

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from peerllm.engine.int8 import quantise_layer
+from peerllm.engine.out_of_memory import give_back
 from peerllm.engine.planting import is_planted, plant, read_recipe
 from peerllm.engine.slice import ModelSlice
 from peerllm.models.checkpoint import Checkpoint, load_parameters
@@ -52,6 +53,7 @@ def load_weights(
         part.embed.to("cpu")
     if is_whole:
         read(names, partial(progress, stage))
+        give_back()
         return
     # Layer by layer, so that the whole slice is never there in `dtype`.
     groups: dict[str, dict[str, str]] = {}
@@ -63,6 +65,8 @@ def load_weights(
         if group and weights == INT8:
             quantise_layer(part.get_submodule(group))
         progress(stage, (done + 1) / len(groups))
+    # What was there on the way, before something small takes a piece of it and holds the whole.
+    give_back()
 
 
 def _reader(

@@ -10,7 +10,7 @@ import torch
 from peerllm.engine.chain import SliceChain
 from peerllm.engine.drafting.ahead import AheadDrafter
 from peerllm.engine.drafting.base import Proposal
-from peerllm.engine.memory import split_range
+from peerllm.engine.plans import split_range
 from peerllm.protocol.identity import LayerRange
 from peerllm.protocol.requests import Sampling
 from tests import tiny_models

@@ -11,6 +11,7 @@ from peerllm.engine import memory, workspace
 from peerllm.engine.drafting.build import build_drafter
 from peerllm.engine.engine import Engine
 from peerllm.engine.operations import Operations
+from peerllm.engine.plans import largest_context
 from peerllm.engine.shapes import named_config
 from peerllm.models.allowlist import check_folder
 from peerllm.protocol.errors import EngineError, NotEnoughMemory, Overloaded
@@ -93,7 +94,7 @@ def test_the_largest_context_is_the_largest_that_fits(qwen):
     def plans_at(context):
         return [(torch.device("cuda"), _plan(qwen[0], LayerRange(14, 28), free=CARD + 2 * GIB, context=context))]
 
-    largest = memory.largest_context(plans_at, 1 << 20)
+    largest = largest_context(plans_at, 1 << 20)
     assert _plan(qwen[0], LayerRange(14, 28), free=CARD + 2 * GIB, context=largest).fits
     assert not _plan(qwen[0], LayerRange(14, 28), free=CARD + 2 * GIB, context=largest + 1).fits
 
