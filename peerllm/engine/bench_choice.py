@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
 
-from peerllm.engine import fused
+from peerllm.engine import benching, fused
 from peerllm.engine.bench import Timer
 from peerllm.engine.choosing import Chooser, SamplingState
 from peerllm.engine.runner import GraphPool
@@ -23,6 +24,7 @@ from peerllm.engine.sampling import has_cut
 from peerllm.protocol import limits
 from peerllm.protocol.requests import Sampling
 
+_PROGRAM = "python3 -m peerllm.engine.bench_choice"
 KINDS = ("peaks", "normal")
 SAMPLINGS = {
     "greedy": Sampling(),
@@ -35,6 +37,8 @@ SAMPLINGS = {
 }
 _VERDICTS = 10
 """Of the fused kernels in one graph, so that its launch hides behind them."""
+_MOST_TOKENS = 1 << 18
+"""Whose masses an int64 can sum (`cutting.MASS_SCALE`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +100,13 @@ def figures(device: torch.device, *, vocabulary: int, row_counts: list[int], rep
                     yield Figure(name, kind, rows, how, milliseconds * 1e3 / verdicts)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python3 -m peerllm.engine.bench_choice", description=__doc__.splitlines()[0])
+def main(arguments: list[str] | None = None) -> int:
+    """The exit status, as `benching.run` has it."""
+    return benching.run(_PROGRAM, partial(_main, arguments))
+
+
+def _main(arguments: list[str] | None) -> int:
+    parser = argparse.ArgumentParser(prog=_PROGRAM, description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--vocabulary", type=int, default=152_064)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 9], help="of the blocks")
@@ -107,19 +116,17 @@ def main(arguments: list[str] | None = None) -> None:
     most = limits.MAX_CANDIDATES + 1
     if not all(1 <= rows <= most for rows in options.rows):
         parser.error(f"argument --rows: a block has 1 to {most} rows")
-    for name, least in (("vocabulary", 2), ("repeats", 1)):
-        if getattr(options, name) < least:
-            parser.error(f"argument --{name}: at least {least}")
-    try:
-        device = torch.empty(0, device=options.device).device
-    except (RuntimeError, AssertionError) as error:
-        parser.error(f"argument --device: {options.device!r} cannot be used: {str(error).splitlines()[0]}")
-    if device.type != "cuda":
-        parser.error(f"argument --device: a choice is timed on a GPU; got {options.device!r}")
-    with torch.inference_mode(), torch.cuda.device(device):
-        for figure in figures(device, vocabulary=options.vocabulary, row_counts=options.rows, repeats=options.repeats):
+    if not 2 <= options.vocabulary <= _MOST_TOKENS:
+        parser.error(f"argument --vocabulary: a number from 2 to {_MOST_TOKENS}")
+    if options.repeats < 1:
+        parser.error("argument --repeats: a number from 1 up")
+    device = benching.use_device(parser, options.device, gpu_for="a choice is timed on a GPU")
+    with torch.inference_mode():
+        found = figures(device, vocabulary=options.vocabulary, row_counts=options.rows, repeats=options.repeats)
+        for figure in found:
             print(json.dumps(asdict(figure)) if options.json else figure.words(), flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,8 +15,9 @@ from peerllm.engine import bench_choice
         (["--device", "cuda:99"], "argument --device: 'cuda:99' cannot be used"),
         (["--device", "nothing"], "argument --device: 'nothing' cannot be used"),
         (["--rows", "9", "66"], "argument --rows: a block has 1 to 65 rows"),
-        (["--vocabulary", "1"], "argument --vocabulary: at least 2"),
-        (["--repeats", "0"], "argument --repeats: at least 1"),
+        (["--vocabulary", "1"], "argument --vocabulary: a number from 2 to 262144"),
+        (["--vocabulary", "9" * 23], "argument --vocabulary: a number from 2 to 262144"),
+        (["--repeats", "0"], "argument --repeats: a number from 1 up"),
     ],
 )
 def test_what_cannot_be_timed_is_refused_before_anything_is_made(
