@@ -275,11 +275,12 @@ class Engine:
             ahead.go_on(state.slot, following, more, min_probability, state.sampling)
         inputs = self._tokens_in([state.tokens[start], *proposal.candidates])
         hidden = self._run(state, start, inputs)
-        if ahead is not None and ahead.is_beside:
-            ahead.go_on(state.slot, following, more, min_probability, state.sampling)
         layers_us = watch.lap_us()
         payload = codec.encode(hidden, self._codec)
-        return Drafted(start, proposal.candidates, proposal.probabilities, payload, draft_us, layers_us, watch.lap_us())
+        encode_us = watch.lap_us()
+        if ahead is not None and ahead.is_beside:
+            ahead.go_on(state.slot, following, more, min_probability, state.sampling)
+        return Drafted(start, proposal.candidates, proposal.probabilities, payload, draft_us, layers_us, encode_us)
 
     @torch.inference_mode()
     def verify(self, session: int, start: int, candidates: Sequence[int], payload: bytes) -> Verified:

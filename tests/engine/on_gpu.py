@@ -5,7 +5,7 @@ Needs torch, transformers and pytest alone. Each step is a process of its own, w
 
     build   compiles every kernel and captures every graph of the shapes that are timed, and says the seconds
     check   the tests that need a GPU, against the modules
-    time    the tables of steps, of int8 products, and of distillation
+    time    the tables of steps, of int8 products, of choices, of memory, and of distillation
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ STEPS: dict[str, tuple[tuple[str, ...], ...]] = {
     "time": (
         ("-m", "peerllm.engine.bench"),
         ("-m", "peerllm.engine.bench_int8", "--stage", "time"),
+        ("-m", "peerllm.engine.bench_choice"),
+        ("-m", "peerllm.engine.bench_memory"),
         ("-m", "peerllm.engine.distill.bench"),
     ),
 }

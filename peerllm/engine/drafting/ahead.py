@@ -35,18 +35,19 @@ class AheadDrafter:
 
     Args:
         device: the draft's. Work for a GPU has a stream of its own there.
-        is_beside: a part of the slice is on that device. `go_on` comes after that part has begun then, and not before:
-            a draft's step fills a GPU, and the peer waits for the slice.
+        is_beside: a part of the slice is on that device. `go_on` comes when its block is done then, and not before: a
+            draft's steps fill a GPU, the peer waits for the block, and its way through the network is time enough.
     """
 
     def __init__(self, inner: Drafter, device: torch.device | str = "cpu", *, is_beside: bool = False) -> None:
         self._inner = inner
-        self._device = torch.device(device)
+        device = torch.device(device)
         self.is_beside = is_beside
         self._stream: torch.cuda.Stream | None = None
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)
-            self._after_the_slice()
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            # Weights and caches were made on the common one.
+            self._stream.wait_stream(torch.cuda.current_stream(device))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="draft")
         self._ahead: dict[int, Future[_Ready]] = {}
         self.hits = 0
@@ -75,19 +76,12 @@ class AheadDrafter:
         """Begins to draft after `tokens`, candidates included: the token that the target adds, and `limit` more."""
         if limit <= 0:
             return
-        if self.is_beside:
-            self._after_the_slice()
 
         def work() -> _Ready:
             found = self._alone(self._inner.propose, slot, tokens, limit + 1, min_probability, sampling)
             return _Ready(tokens, found, sampling)
 
         self._ahead[slot] = self._thread.submit(work)
-
-    def _after_the_slice(self) -> None:
-        """What comes now waits for what the common stream has to do: the slice, or what made weights and caches."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def _alone(self, work: Callable[..., T], *arguments: Any) -> T:
         """In the draft's thread, on its stream."""

@@ -6,7 +6,8 @@
     attention   rotary embedding, cache write and split-KV attention over grouped heads, in one kernel
     noise       the random bits of each token, and what they add to its score
     choice      noise, argmax, the verdict, the draft's next step
-    cut         the choice among what top-k and top-p leave
+    contenders  which tokens may survive top-k and top-p
+    cut         the choice among what they leave
     step        a draft's whole step but head and choice as one kernel, on a large GPU
     rows        embedding, norm and SwiGLU for blocks that are too wide for `matmul`
     layers      a slice's layers by these kernels, on static buffers
