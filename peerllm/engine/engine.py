@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -147,10 +148,7 @@ class Engine:
         )
         context, slots = plan.context, plan.slots
         places = [torch.device(each) for each in devices]
-        parts = [
-            ModelSlice(config, each, is_embedding_apart=plan.is_embedding_apart and each.first == 0)
-            for each in plan.ranges
-        ]
+        parts = [ModelSlice(config, each, is_embedding_apart=plan.is_embedding_apart) for each in plan.ranges]
         seconds["build"] = time.perf_counter() - clock
         clock = time.perf_counter()
         for each_part, place in zip(parts, places, strict=False):
@@ -268,18 +266,14 @@ class Engine:
         limit = min(draft_length, limits.MAX_CANDIDATES, self.context - start - 1)
         proposal = self.drafter.propose(state.slot, state.tokens, limit, min_probability, state.sampling)
         draft_us = watch.lap_us()
-        ahead = self.drafter if isinstance(self.drafter, AheadDrafter) else None
-        following = [*state.tokens, *proposal.candidates]
-        more = min(draft_length, limits.MAX_CANDIDATES, self.context - len(following) - 1)
-        if ahead is not None and not ahead.is_beside:
-            ahead.go_on(state.slot, following, more, min_probability, state.sampling)
+        draft_on = partial(self._draft_on, state, proposal.candidates, draft_length, min_probability)
+        draft_on(is_block_done=False)
         inputs = self._tokens_in([state.tokens[start], *proposal.candidates])
         hidden = self._run(state, start, inputs)
         layers_us = watch.lap_us()
         payload = codec.encode(hidden, self._codec)
         encode_us = watch.lap_us()
-        if ahead is not None and ahead.is_beside:
-            ahead.go_on(state.slot, following, more, min_probability, state.sampling)
+        draft_on(is_block_done=True)
         return Drafted(start, proposal.candidates, proposal.probabilities, payload, draft_us, layers_us, encode_us)
 
     @torch.inference_mode()
@@ -309,6 +303,17 @@ class Engine:
         return self.prefill(session, start, rows=rows, payload=payload)
 
     # --- Inside -----------------------------------------------------------------------------------------------------
+
+    def _draft_on(
+        self, state: _Session, candidates: list[int], draft_length: int, min_probability: float, *, is_block_done: bool
+    ) -> None:
+        """A draft with a device of its own goes on after `candidates`: at once, or beside layers when the block is
+        done."""
+        if not isinstance(self.drafter, AheadDrafter) or self.drafter.is_beside != is_block_done:
+            return
+        following = [*state.tokens, *candidates]
+        more = min(draft_length, limits.MAX_CANDIDATES, self.context - len(following) - 1)
+        self.drafter.go_on(state.slot, following, more, min_probability, state.sampling)
 
     def _run(self, state: _Session, start: int, inputs: torch.Tensor) -> torch.Tensor:
         """Hidden states `[rows, width]` of `inputs` (`[rows]` tokens or `[rows, width]`) at `start`."""

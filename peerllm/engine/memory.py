@@ -73,8 +73,9 @@ def plan_load(
         NotEnoughMemory: with the numbers: the named context does not fit, or too little does.
     """
     places = [torch.device(each) for each in devices]
-    least_slots = slots or (1 if places[0].type == "cpu" else limits.MAX_GPU_SESSIONS)
-    most_slots = slots or (limits.MAX_SESSIONS if places[0].type == "cpu" else limits.MAX_GPU_SESSIONS)
+    is_cpu = places[0].type == "cpu"
+    most_slots = slots or (limits.MAX_SESSIONS if is_cpu else limits.MAX_GPU_SESSIONS)
+    least_slots = 1 if is_cpu and not slots else most_slots
     shape = read_shape(Path(folder))
     most = shape.max_context
     is_named = context is not None and is_context_named

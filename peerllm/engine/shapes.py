@@ -47,16 +47,10 @@ def named_config(name: str) -> Any:
 
 
 def random_slice(
-    config: Any,
-    layers: LayerRange,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    is_embedding_apart: bool = False,
-    seed: int = 0,
+    config: Any, layers: LayerRange, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0
 ) -> ModelSlice:
     """A slice whose weights are normal with a small deviation; norms near one. Never zeros: they would time falsely."""
-    part = ModelSlice(config, layers, is_embedding_apart=is_embedding_apart)
+    part = ModelSlice(config, layers)
     generator = torch.Generator(device=device).manual_seed(seed)
     made: dict[int, nn.Parameter] = {}
     for module in part.modules():
@@ -69,6 +63,4 @@ def random_slice(
                     values += 1.0
                 made[id(parameter)] = nn.Parameter(values, requires_grad=False)
             module._parameters[name] = made[id(parameter)]
-    if part.embed is not None and not part.takes_tokens:
-        part.embed.to("cpu")
     return part

@@ -72,7 +72,8 @@ class ModelSlice(nn.Module):
     """Layers `[first, last)` of the model that `config` describes, on the meta device until weights are loaded.
 
     Args:
-        is_embedding_apart: a first slice's embedding is in the host's memory, and the layers are given its rows.
+        is_embedding_apart: the embedding, of a slice that has one, is in the host's memory, and the layers are given
+            its rows.
 
     Raises:
         LayersMismatch: the range is not within the model.

@@ -18,6 +18,8 @@ from peerllm.protocol.identity import INT8, UNQUANTISED
 
 Progress = Callable[[str, float], None]
 """A stage in words, and the fraction of it that is done."""
+_Read = Callable[[dict[str, str], Callable[[float], None] | None], object]
+"""What fills the parameters of a map such as `weight_map` gives, and reports the fraction that is done."""
 _EMBEDDING = "embed.weight"
 WEIGHTS = (UNQUANTISED, INT8)
 """What a peer runs its layers' weights as."""
@@ -53,26 +55,29 @@ def load_weights(
         part.embed.to("cpu")
     if is_whole:
         read(names, partial(progress, stage))
+    else:
+        _read_by_layers(part, names, read, partial(progress, stage), is_quantised=weights == INT8)
+    if torch.device(device).type == "cuda":
+        # What was there on the way, before something small takes a piece of it and holds the whole.
         give_back()
-        return
-    # Layer by layer, so that the whole slice is never there in `dtype`.
+
+
+def _read_by_layers(
+    part: ModelSlice, names: dict[str, str], read: _Read, report: Callable[[float], None], *, is_quantised: bool
+) -> None:
+    """So that the whole slice is never there unquantised."""
     groups: dict[str, dict[str, str]] = {}
     for name, tensor in names.items():
         group = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
         groups.setdefault(group, {})[name] = tensor
     for done, (group, members) in enumerate(groups.items()):
         read(members, None)
-        if group and weights == INT8:
+        if group and is_quantised:
             quantise_layer(part.get_submodule(group))
-        progress(stage, (done + 1) / len(groups))
-    # What was there on the way, before something small takes a piece of it and holds the whole.
-    give_back()
+        report((done + 1) / len(groups))
 
 
-def _reader(
-    part: ModelSlice, folder: Path | str, dtype: torch.dtype, device: torch.device | str
-) -> Callable[[dict[str, str], Callable[[float], None] | None], object]:
-    """What fills the parameters of a map such as `weight_map` gives, and reports the fraction that is done."""
+def _reader(part: ModelSlice, folder: Path | str, dtype: torch.dtype, device: torch.device | str) -> _Read:
     if is_planted(folder):
         recipe = read_recipe(folder)
         return lambda members, _: plant(part, members, recipe, dtype, device)
