@@ -17,7 +17,7 @@ from typing import Any
 
 from peerllm.protocol import limits
 from peerllm.protocol.errors import BadRequest, NotEnoughMemory, PeerllmError
-from peerllm.protocol.identity import INT8, UNQUANTISED, LayerRange
+from peerllm.protocol.identity import INT8, UNQUANTISED, LayerRange, share_layers
 from peerllm.protocol.tensors import DTYPE_BYTES
 
 _GPU_SHAPES = {"shape": "qwen2.5-7b", "draft_shape": "qwen2.5-0.5b"}
@@ -142,7 +142,8 @@ def _head_bytes(config: Any, dtype: str) -> int:
 
 def halves(layers: int) -> tuple[LayerRange, LayerRange]:
     """Of the two daemons. Both are on one machine: its free memory says nothing of how they should share."""
-    return LayerRange(0, layers // 2), LayerRange(layers // 2, layers)
+    first, second = share_layers(layers, [None, None], [1, 1])
+    return first, second
 
 
 def _advice(options: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ from peerllm.engine.plans import Plan
 from peerllm.engine.planting import DRAFT, TARGET, write_pair
 from peerllm.engine.shapes import NAMES, named_config
 from peerllm.protocol import limits
-from peerllm.protocol.identity import INT8, UNQUANTISED, LayerRange
+from peerllm.protocol.identity import INT8, UNQUANTISED, share_layers
 from peerllm.protocol.requests import Sampling
 
 _PROGRAM = "python3 -m peerllm.engine.bench_memory"
@@ -70,9 +70,10 @@ class Holder:
     def __init__(self, case: Case, options: argparse.Namespace) -> None:
         self._case, self._context, self._dtype = case, options.context, options.dtype
         self._folder = Path(options.folder)
-        count = named_config(options.shape).num_hidden_layers
-        self._width = named_config(options.shape).hidden_size
-        self._layers = LayerRange(0, count // 2) if case.is_first else LayerRange(count // 2, count)
+        config = named_config(options.shape)
+        self._width = config.hidden_size
+        first, last = share_layers(config.num_hidden_layers, [None, None], [1, 1])
+        self._layers = first if case.is_first else last
         self._held: dict[str, Any] = {
             "dtype": options.dtype,
             "devices": (options.device,),
