@@ -35,8 +35,8 @@ _SYMMETRIC = f"""
     oifname "out" ip daddr {PUBLIC} meta l4proto {{ tcp, udp }} masquerade to :22000-43999 fully-random;
     oifname "out" meta l4proto {{ tcp, udp }} masquerade to :44000-65535 fully-random;
     {_MASQUERADE}"""
-"""Ports by chance, and never one for two of: a STUN server, the public host's other ports, another peer. Ports by chance
-alone meet the port that STUN saw once in 32,000 pairs, and the pair is direct."""
+"""Ports by chance, and never one for two of: a STUN server, the public host's other ports, another peer. Without that
+a peer meets, once in 32,000 pairs, the port that STUN saw, and the pair is direct."""
 
 
 def missing() -> str | None:
