@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         with stage() as here:
             try:
                 first, second = _open_room(here, args, progress, say)
-                figures = _measure(args, Client(first), Client(second), say)
+                figures = here.while_all_live(lambda: _measure(args, Client(first), Client(second), say))
             except PeerllmError as error:
                 raise DemoFailed(f"{error.message}\nThe logs end with:\n{here.log_tails()}") from error
     except KeyboardInterrupt:
@@ -100,12 +100,12 @@ def _open_room(
         *(() if args.weights is None else ("--weights", args.weights)),
     ]
     first = _start_daemon(here, "first", common, "up", "--model", args.model)
-    code = _wait(first, r"Room code: (\S+)", progress)[1]
+    code = _wait(here, first, r"Room code: (\S+)", progress)[1]
     progress.done()
     say(f"The first daemon opened room {code}; the second joins it.")
     second = _start_daemon(here, "second", common, "join", code, "--model", args.model)
     for child in (first, second):
-        ready = _wait(child, r"Ready: (\S+), layers (\S+) of (\d+) here", progress)
+        ready = _wait(here, child, r"Ready: (\S+), layers (\S+) of (\d+) here", progress)
         progress.done()
         say(f"The {child.name} daemon holds layers {ready[2]} of {ready[3]} of {ready[1]}.")
     return here.folder / "first.sock", here.folder / "second.sock"
@@ -121,14 +121,14 @@ def _start_daemon(here: Stage, name: str, common: list[str], *command: str) -> C
     )
 
 
-def _wait(child: Child, pattern: str, progress: Progress) -> re.Match[str]:
+def _wait(here: Stage, child: Child, pattern: str, progress: Progress) -> re.Match[str]:
     def show(line: str) -> None:
         # The daemon's own progress, written as plain lines into its log: "converting the model 50%".
         if match := re.fullmatch(r"([a-z][^=\[]{3,60}?)(?: (\d+)%)?", line.strip()):
             progress.update(f"{child.name} daemon: {match[1]}", None if match[2] is None else int(match[2]) / 100)
 
     progress.update(f"{child.name} daemon: starting")
-    return child.wait_for(pattern, _LOAD_SECONDS, show)
+    return here.wait_for(child, pattern, _LOAD_SECONDS, show)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,12 @@ class Trace:
                     found.add(int(entry.name))
         return found
 
+    def process_with(self, word: str) -> int:
+        """The one whose command line has that word."""
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in self.processes()}
+        (found,) = (pid for pid, command in commands.items() if word.encode() in command)
+        return found
+
     def files(self) -> set[str]:
         return {entry.name for entry in self.folder.glob("peerllm-demo-*")}
 
@@ -137,3 +143,25 @@ def test_a_failure_is_told_with_its_reason_and_leaves_nothing_behind(tmp_path: P
     assert result.returncode == 1
     assert "config.json" in result.stderr
     assert (trace.processes(), trace.files()) == (set(), set())
+
+
+@pytest.mark.parametrize(("name", "word"), [("first", "up"), ("second", "join")])
+def test_a_daemon_that_is_killed_ends_the_demo_with_a_word_of_it(
+    tiny_model: Path, name: str, word: str, trace: Trace
+) -> None:
+    command = [*DEMO, "--model", str(tiny_model), "--rtt", "300", "--max-tokens", "400", "--prompt", "the tide"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=trace.environment
+    ) as demo:
+        try:
+            assert demo.stdout is not None
+            while "Asking the first" not in demo.stdout.readline():
+                assert demo.poll() is None
+            os.kill(trace.process_with(word), signal.SIGKILL)
+            said = demo.communicate(timeout=20)[1]
+            assert demo.returncode == 1
+            assert f"peerllm: the {name} process ended early (killed by signal 9)\n" in said
+        finally:
+            demo.terminate()
+    assert trace.files() == set()
+    wait_until(lambda: not trace.processes(), 3, trace.processes)
