@@ -24,6 +24,10 @@ BLOCK = tl.constexpr(64)
 TILE = tl.constexpr(16)
 """Query heads of a KV head, padded: the least that the matrix units take."""
 SPLITS_AT_ONCE = tl.constexpr(16)
+ROWS_FIRST = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7))
+"""Whether rows are the first of three axes, before the chunks, or the second. Triton deals its warps out along one of
+the two: up to 3.6 along the first, from 3.7 on along the second. A row that several warps have is added up by way of
+shared memory: up to 774 barriers in place of 43."""
 QKV, QKV_BIAS, OUTPUT, GATE_UP, DOWN, FIRST_NORM, SECOND_NORM, Q_NORM, K_NORM, DISTANCES = map(tl.constexpr, range(10))
 """Columns of the table of a layer's tensors; the last is their number."""
 
@@ -50,15 +54,37 @@ def _tensor(near, table, layer, which: tl.constexpr):
 
 
 @triton.jit
+def _down(row):
+    """`row` `[ROWS]` as of three axes."""
+    if ROWS_FIRST:
+        return row[:, None, None]
+    else:
+        return row[None, :, None]
+
+
+@triton.jit
 def _columns(CHUNKS: tl.constexpr):
-    return tl.arange(0, CHUNKS)[None, :, None] * CHUNK + tl.arange(0, CHUNK)[None, None, :]
+    chunk = tl.arange(0, CHUNKS) * CHUNK
+    if ROWS_FIRST:
+        return chunk[None, :, None] + tl.arange(0, CHUNK)[None, None, :]
+    else:
+        return chunk[:, None, None] + tl.arange(0, CHUNK)[None, None, :]
+
+
+@triton.jit
+def _over_columns(values):
+    """Their sum for each row, `[ROWS]`: of all chunks first, which one thread has."""
+    if ROWS_FIRST:
+        return tl.sum(tl.sum(values, axis=1), axis=1)
+    else:
+        return tl.sum(tl.sum(values, axis=0), axis=1)
 
 
 @triton.jit
 def _vector(x, start, K: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr):
     """`[ROWS, CHUNKS, CHUNK]`: `x` `[K]` from `start` on, once for each row: then a thread has of it what it has of the
     weights, and nothing has to be moved between warps."""
-    at = start + _columns(CHUNKS) + tl.zeros((ROWS,), dtype=tl.int32)[:, None, None]
+    at = start + _columns(CHUNKS) + _down(tl.zeros((ROWS,), dtype=tl.int32))
     return tl.load(x + at, mask=at < K, other=0.0)
 
 
@@ -67,7 +93,7 @@ def _weights(w, first, end, start, K: tl.constexpr, CHUNKS: tl.constexpr, ROWS: 
     """`[ROWS, CHUNKS, CHUNK]` of `w` `[N, K]` from row `first` and column `start` on; zeros from row `end` on."""
     row = first + tl.arange(0, ROWS)
     at = start + _columns(CHUNKS)
-    return tl.load(w + row[:, None, None].to(tl.int64) * K + at, mask=(row < end)[:, None, None] & (at < K), other=0.0)
+    return tl.load(w + _down(row).to(tl.int64) * K + at, mask=_down(row < end) & (at < K), other=0.0)
 
 
 @triton.jit
@@ -84,7 +110,7 @@ def _tiles(
 @triton.jit
 def _times(weights, x):
     """float32 `[ROWS]`."""
-    return tl.sum(tl.sum(weights.to(tl.float32) * x, axis=1), axis=1)
+    return _over_columns(weights.to(tl.float32) * x)
 
 
 @triton.jit
@@ -111,7 +137,7 @@ def _put_hidden(hidden, scaled, norm, sums, new, first, end, program, ROWS: tl.c
 def _norm_scale(sums, eps, K: tl.constexpr, PROGRAMS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr):
     """float32 `[ROWS]`, all the same: what the norm divides by, inverted. It is a factor of whole products."""
     squares = _vector(sums, 0, PROGRAMS, CHUNKS, ROWS)
-    return tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=1) / K + eps)
+    return tl.rsqrt(_over_columns(squares) / K + eps)
 
 
 @triton.jit
@@ -346,13 +372,14 @@ def _added_up(
     HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """float32 `[PADDED_HEADS, DIM]`: the splits of all heads, in their order."""
-    head = tl.arange(0, PADDED_HEADS)[:, None]
+    HEADS_AT: tl.constexpr = 0 if ROWS_FIRST else 1
+    head = tl.expand_dims(tl.arange(0, PADDED_HEADS), 1 - HEADS_AT)
     offs_d = tl.arange(0, DIM)
     largest = tl.full((PADDED_HEADS,), float("-inf"), dtype=tl.float32)
     weight = tl.zeros((PADDED_HEADS,), dtype=tl.float32)
     total = tl.zeros((PADDED_HEADS, DIM), dtype=tl.float32)
     for start in range(0, active, SPLITS_AT_ONCE):
-        part = start + tl.arange(0, SPLITS_AT_ONCE)[None, :]
+        part = start + tl.expand_dims(tl.arange(0, SPLITS_AT_ONCE), HEADS_AT)
         is_part = (part < active) & (head < HEADS)
         place = head * SPLITS + part
         # A head of the padding gets numbers, not NaN, and meets no weight.
@@ -361,10 +388,10 @@ def _added_up(
         rows_in = tl.load(
             partial + place[:, :, None] * DIM + offs_d[None, None, :], mask=is_part[:, :, None], other=0.0
         )
-        top = tl.maximum(largest, tl.max(these, axis=1))
-        factor = tl.exp(these - top[:, None])
+        top = tl.maximum(largest, tl.max(these, axis=1 - HEADS_AT))
+        factor = tl.exp(these - tl.expand_dims(top, 1 - HEADS_AT))
         before = tl.exp(largest - top)
-        weight = weight * before + tl.sum(counted * factor, axis=1)
-        total = total * before[:, None] + tl.sum(rows_in * factor[:, :, None], axis=1)
+        weight = weight * before + tl.sum(counted * factor, axis=1 - HEADS_AT)
+        total = total * before[:, None] + tl.sum(rows_in * factor[:, :, None], axis=1 - HEADS_AT)
         largest = top
     return total / tl.maximum(weight, 1e-30)[:, None]
