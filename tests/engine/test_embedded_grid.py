@@ -57,7 +57,6 @@ def tokenizer(embedded_folder):
 
 
 def test_the_embedded_models_text_is_that_of_whole_model_generation(embedded_folder, tokenizer):
-    torch.set_num_threads(2)
     whole = tiny_models.load_whole(embedded_folder)
     pair = Pair.load(embedded_folder, 15, layers=30, context=512)
     ties = Ties(1e-3)

@@ -31,7 +31,6 @@ def test_the_embedded_models_draft_is_shipped_and_has_at_most_30_megabytes():
 @pytest.mark.parametrize("how", [GREEDY, Sampling(temperature=0.8, seed=5)], ids=["greedy", "at 0.8"])
 def test_real_rounds_with_it_say_the_plain_text_in_as_many_rounds_as_its_figures_promise(how):
     """Some of the hundred prompts that no run trains on. The card's figures are of forwards over whole answers."""
-    torch.set_num_threads(2)
     folder = embedded.folder()
     draft = drafts.shipped(embedded.NAME)
     tokenizer = Tokenizer.load(folder)
