@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch
 
 from peerllm.engine.drafting.ngram import NgramDrafter
 from peerllm.protocol.requests import Sampling
