@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from peerllm.engine import inductor
+from peerllm.engine import environment
 from peerllm.engine.out_of_memory import is_out_of_memory
 from peerllm.protocol.errors import PeerllmError
 
-inductor.name_folder()
+environment.prepare()
 
 EXIT_FAILED = 1
 _EXIT_INTERRUPTED = 130

@@ -195,3 +195,22 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
     refusing = worker._operations(None, lambda stage, fraction: None)
     with pytest.raises(EngineError, match="transformers is not installed"):
         refusing.perform("machine", {}, b"")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="torch has another OpenMP there")
+@pytest.mark.parametrize(
+    ("wish", "spins"),
+    [({}, "6000"), ({"GOMP_SPINCOUNT": "77"}, "77"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "30000000000")],
+)
+def test_its_threads_soon_sleep_at_a_barrier_unless_the_user_wishes_otherwise(tiny, wish, spins, tmp_path, monkeypatch):
+    """Spinning, they would lose time slices to whoever else computes on the machine. libgomp says what it goes by."""
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):  # a bench that was imported here set one of them
+        monkeypatch.delenv(name, raising=False)
+    log = tmp_path / "log"
+    with log.open("w") as stderr:
+        worker = Worker(environment={"OMP_DISPLAY_ENV": "verbose", **wish}, stderr=stderr)
+        try:
+            worker.load(tiny("llama").folder)
+        finally:
+            worker.stop()
+    assert f"GOMP_SPINCOUNT = '{spins}'" in log.read_text()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
+from typing import IO
 
 from peerllm.protocol.pipe import FrameReader, encode_frame
 
@@ -14,12 +17,14 @@ from peerllm.protocol.pipe import FrameReader, encode_frame
 class Worker:
     """A worker process and the daemon's end of its pipe."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None, stderr: IO | None = None) -> None:
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(60)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "peerllm.engine.worker", "--fd", str(theirs.fileno()), *arguments],
             pass_fds=[theirs.fileno()],
+            env=os.environ | (environment or {}),
+            stderr=stderr,
         )
         theirs.close()
         self._reader = FrameReader()
