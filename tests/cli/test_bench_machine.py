@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from peerllm.cli import bench_machine
-from peerllm.engine import machine, memory
+from peerllm.engine import fused, machine, memory
 from peerllm.protocol import limits
 from peerllm.protocol.errors import BadRequest, NotEnoughMemory, PeerllmError
 
@@ -71,6 +71,7 @@ def test_one_gpu_is_shared_by_both_halves_and_two_are_counted_apart(monkeypatch:
     both = {**found, "devices": [*gpus, *found["devices"]], "dtypes": ["float16"]}
     monkeypatch.setattr(machine, "machine", lambda: both)
     monkeypatch.setattr(memory, "free_memory", lambda _: 12 * 1024 * limits.MIB)
+    monkeypatch.setattr(fused, "is_available", lambda _: True)
     asked = ASKED | {"devices": "cuda:0"}
     with pytest.raises(NotEnoughMemory, match=r"^cuda:0: .* both halves of qwen2.5-7b in float16"):
         bench_machine.settle(asked)
