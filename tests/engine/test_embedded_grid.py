@@ -12,9 +12,9 @@ from peerllm.protocol.requests import Sampling
 from tests import tiny_models
 from tests.engine.pairs import GREEDY, Pair, Scripted, Ties
 
-pytestmark = [pytest.mark.embedded, pytest.mark.timeout(900)]
-
 IS_FULL = os.environ.get("PEERLLM_TEST_FULL") == "1"
+pytestmark = [pytest.mark.embedded, pytest.mark.timeout(7200 if IS_FULL else 900)]
+
 TOKENS = 48 if IS_FULL else 12
 LENGTHS = (1, 4, 8) if IS_FULL else (4,)
 QUESTIONS = (
