@@ -77,9 +77,6 @@ def run(args: argparse.Namespace) -> int:
 
     _check(args)
     # Imported here: `peerllm --help` needs no torch.
-    from peerllm.engine import environment
-
-    environment.prepare()
     from peerllm.engine.distill.options import Settings
     from peerllm.engine.distill.run import Distillation
 

@@ -1,7 +1,4 @@
-"""What the engine's benches have in common: devices, contexts, traces, and one line for what goes wrong.
-
-A bench imports this before whatever imports transformers.
-"""
+"""What the engine's benches have in common: devices, contexts, traces, and one line for what goes wrong."""
 
 from __future__ import annotations
 
@@ -15,11 +12,8 @@ from typing import Any
 
 import torch
 
-from peerllm.engine import environment
 from peerllm.engine.out_of_memory import is_out_of_memory
 from peerllm.protocol.errors import PeerllmError
-
-environment.prepare()
 
 EXIT_FAILED = 1
 _EXIT_INTERRUPTED = 130

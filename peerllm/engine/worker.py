@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from peerllm.engine import environment
 from peerllm.protocol import limits
 from peerllm.protocol.errors import EngineError, PeerllmError, ProtocolError
 from peerllm.protocol.pipe import FrameReader, encode_frame
@@ -179,7 +178,6 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     # Ctrl-C on a terminal reaches the whole group; the daemon decides, and closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    environment.prepare()
     # On a machine whose cores are all busy computing, the daemon's loop (pings, verdicts, clients) goes first.
     os.nice(_NICENESS)
     pipe = Pipe(socket.socket(fileno=options.fd))
