@@ -26,6 +26,7 @@ from peerllm.engine.drafting.graph import GraphDrafter
 from peerllm.engine.drafting.model import ModelDrafter
 from peerllm.engine.int8 import quantise_layer
 from peerllm.engine.out_of_memory import give_back, is_out_of_memory
+from peerllm.engine.plans import cache_positions
 from peerllm.engine.runner import BUCKETS, EagerRunner, GraphRunner
 from peerllm.engine.running import make_static
 from peerllm.engine.shapes import NAMES, named_config, random_slice
@@ -166,11 +167,11 @@ class Bench:
 
     def _draft_model(self, config: Any) -> ModelSlice:
         part = random_slice(config, LayerRange(0, config.num_hidden_layers), dtype=self.dtype, device=self.device)
-        part.prepare(self.context + limits.MAX_CANDIDATES + 1)
+        part.prepare(cache_positions(self.context))
         return part
 
     def _drafter(self, part: ModelSlice, path: str) -> tuple[Any, KvCache]:
-        cache = part.make_cache(slots=1, capacity=self.context + limits.MAX_CANDIDATES + 1)
+        cache = part.make_cache(slots=1, capacity=cache_positions(self.context))
         static = make_static(part, cache, path, max_rows=limits.PREFILL_CHUNK_ROWS, is_draft=True)
         if static is None:
             return ModelDrafter(part, cache, part.shape.vocabulary), cache
@@ -226,7 +227,7 @@ class Bench:
         if path == "int8":
             for layer in part.layers:
                 quantise_layer(layer)
-        capacity = self.context + limits.MAX_CANDIDATES + 1
+        capacity = cache_positions(self.context)
         part.prepare(capacity)
         cache = part.make_cache(slots=1, capacity=capacity)
         static = make_static(part, cache, "fused" if path == "int8" else path, max_rows=max(*BUCKETS, 128))
@@ -252,7 +253,7 @@ class Bench:
         config = named_config(shape)
         part = random_slice(config, layers, dtype=self.dtype, device=self.device)
         tokens = min(_PREFILL_TOKENS, self.context * 2)
-        part.prepare(tokens + limits.MAX_CANDIDATES + 1)
+        part.prepare(cache_positions(tokens))
         weights = part.byte_count / self.dtype.itemsize
         # Scores and sums of a causal half: 2 products of width heads * dim for each pair.
         pairs = tokens * tokens / 2 * 4 * part.shape.heads * part.shape.head_dim * len(part.range)
@@ -268,7 +269,7 @@ class Bench:
 
     def _prefill(self, part: ModelSlice, path: str, tokens: int, chunk: int) -> float:
         """Milliseconds for `tokens` in pieces of `chunk` rows, each in the smallest graph that takes it."""
-        cache = part.make_cache(slots=1, capacity=tokens + limits.MAX_CANDIDATES + 1)
+        cache = part.make_cache(slots=1, capacity=cache_positions(tokens))
         rows = max(chunk, limits.PREFILL_CHUNK_ROWS)
         static = make_static(part, cache, path, max_rows=rows)
         runner: Any

@@ -24,9 +24,9 @@ import torch
 from peerllm.engine import benching
 from peerllm.engine.bench import Timer
 from peerllm.engine.fused.tilings import TILINGS_INT8, Tiling, int8_tiling, parts_for
+from peerllm.engine.plans import cache_positions
 from peerllm.engine.shapes import NAMES, named_config, random_slice
 from peerllm.engine.slice import SliceShape
-from peerllm.protocol import limits
 from peerllm.protocol.identity import LayerRange
 
 _PROGRAM = "python3 -m peerllm.engine.bench_int8"
@@ -200,7 +200,7 @@ def half_model(shape: str, device: torch.device, context: int, repeats: int) -> 
         if kernel != "float16":
             for layer in part.layers:
                 quantise_layer(layer)
-        capacity = context + limits.MAX_CANDIDATES + 1
+        capacity = cache_positions(context)
         part.prepare(capacity)
         cache = part.make_cache(slots=1, capacity=capacity)
         static = FusedSlice(part, cache, max_rows=128)

@@ -20,12 +20,12 @@ from peerllm.engine.distill.evaluation import Drafting, all_rounds
 from peerllm.engine.drafting.build import build_drafter
 from peerllm.engine.drafting.distilled import load_distilled
 from peerllm.engine.machine import host_memory
+from peerllm.engine.plans import cache_positions
 from peerllm.engine.running import make_runner
 from peerllm.engine.slice import ModelSlice, read_config
 from peerllm.engine.weights import load_weights
 from peerllm.models.allowlist import check_folder
 from peerllm.models.layout import all_tensors, size_bytes
-from peerllm.protocol import limits
 from peerllm.protocol.identity import LayerRange
 from peerllm.protocol.requests import Sampling
 
@@ -92,7 +92,7 @@ def gains(draftings: Sequence[Drafting], times: Times) -> list[Gain]:
 def measure_times(draft: Path, target_folder: Path, part: ModelSlice) -> Times:
     """Of the draft in the folder `draft` and the loaded target, on the target's device and in its dtype."""
     context = min(part.shape.max_positions, _CONTEXT + 2 * max(_BLOCKS))
-    capacity = context + limits.MAX_CANDIDATES + 1
+    capacity = cache_positions(context)
     part.prepare(capacity)
     cache = part.make_cache(slots=1, capacity=capacity)
     runner = make_runner(part, cache)

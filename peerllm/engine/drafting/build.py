@@ -11,6 +11,7 @@ from peerllm.engine.drafting.distilled import load_distilled
 from peerllm.engine.drafting.graph import GraphDrafter
 from peerllm.engine.drafting.model import ModelDrafter
 from peerllm.engine.drafting.ngram import NgramDrafter
+from peerllm.engine.plans import cache_positions
 from peerllm.engine.running import make_static
 from peerllm.engine.slice import ModelSlice, read_config
 from peerllm.engine.weights import Progress, load_weights
@@ -66,7 +67,7 @@ def build_drafter(
         # Columns that no token of the target's can be are not computed. Loads of 16 bytes want an even count.
         part.cut_head(min(-(-ids // _COLUMNS) * _COLUMNS, part.columns, vocabulary))
     # The last block may reach the context's end; a draft that ends earlier than the target would stop helping there.
-    capacity = context + limits.MAX_CANDIDATES + 1
+    capacity = cache_positions(context)
     part.prepare(capacity)
     cache = part.make_cache(slots=slots, capacity=capacity)
     static = make_static(part, cache, path, max_rows=limits.PREFILL_CHUNK_ROWS, is_draft=True)
