@@ -132,6 +132,33 @@ def _keys_of(
 
 
 @triton.jit
+def _threshold(
+    wanted, counted, masses, above, mass, is_partial, is_listed, count, bound, pivot, top, places,
+    listed, listed_columns, logits, temperature, vocabulary,
+    CAPACITY: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, IS_MASS: tl.constexpr,
+):  # fmt: skip
+    """The least key with fewer than `wanted` tokens above it, or less than that mass; and what `_narrow` returns, of
+    the list as it is then."""
+    at = _bin_with(wanted, masses if IS_MASS else counted, BINS)
+    if is_partial:
+        is_partial, is_listed, count, above, mass = _narrow(
+            at, counted, masses, bound, pivot, places, listed, listed_columns, logits, temperature, vocabulary,
+            CAPACITY, BINS, TILE,
+        )  # fmt: skip
+    key, high = _keys_of(at, bound, pivot, count, is_listed, listed, logits, temperature, BINS, TILE)
+    while key < high:
+        middle = middle_of(key, high)
+        if IS_MASS:
+            found = mass + _mass_above(middle, top, count, is_listed, listed, logits, temperature, TILE)
+        else:
+            found = above + _count_above(middle, count, is_listed, listed, logits, temperature, TILE)
+        is_enough = found < wanted
+        key = tl.where(is_enough, key, middle + 1)
+        high = tl.where(is_enough, middle, high)
+    return key, is_partial, is_listed, count, above, mass
+
+
+@triton.jit
 def _better(best, winner, score, column, survives, place, slot, positions, seeds, ids, HAS_IDS: tl.constexpr):
     """(`best`, `winner`), or the best score after noise of those that survive and its column where that is better."""
     noisy = perturb(score, column, survives, place, slot, positions, seeds, ids, HAS_IDS)
@@ -228,35 +255,19 @@ def best_of_survivors(
     left = tl.sum(masses, axis=0)
     wanted = total * top_p * MASS_SCALE
     if (top_k > 0) & (top_k < vocabulary):
-        at = _bin_with(top_k, counted, BINS)
-        if is_partial:
-            is_partial, is_listed, count, above, mass = _narrow(
-                at, counted, masses, bound, pivot, counts + 1, listed, listed_columns, logits, temperature,
-                vocabulary, CAPACITY, BINS, TILE,
-            )  # fmt: skip
-        key, high = _keys_of(at, bound, pivot, count, is_listed, listed, logits, temperature, BINS, TILE)
-        while key < high:
-            middle = middle_of(key, high)
-            is_enough = above + _count_above(middle, count, is_listed, listed, logits, temperature, TILE) < top_k
-            key = tl.where(is_enough, key, middle + 1)
-            high = tl.where(is_enough, middle, high)
+        key, is_partial, is_listed, count, above, mass = _threshold(
+            top_k, counted, masses, above, mass, is_partial, is_listed, count, bound, pivot, top, counts + 1,
+            listed, listed_columns, logits, temperature, vocabulary, CAPACITY, BINS, TILE, IS_MASS=False,
+        )  # fmt: skip
         left = mass + _mass_above(key - 1, top, count, is_listed, listed, logits, temperature, TILE)
         wanted = left.to(tl.float32) * top_p
     enough = tl.maximum(wanted.to(tl.int64), 1)
     # Rounded up, it may be more than there is: nothing is cut off then.
     if (top_p < 1.0) & (enough <= left):
-        at = _bin_with(enough, masses, BINS)
-        if is_partial:
-            is_partial, is_listed, count, above, mass = _narrow(
-                at, counted, masses, bound, pivot, counts + 1, listed, listed_columns, logits, temperature,
-                vocabulary, CAPACITY, BINS, TILE,
-            )  # fmt: skip
-        key, high = _keys_of(at, bound, pivot, count, is_listed, listed, logits, temperature, BINS, TILE)
-        while key < high:
-            middle = middle_of(key, high)
-            is_enough = mass + _mass_above(middle, top, count, is_listed, listed, logits, temperature, TILE) < enough
-            key = tl.where(is_enough, key, middle + 1)
-            high = tl.where(is_enough, middle, high)
+        key, is_partial, is_listed, count, above, mass = _threshold(
+            enough, counted, masses, above, mass, is_partial, is_listed, count, bound, pivot, top, counts + 1,
+            listed, listed_columns, logits, temperature, vocabulary, CAPACITY, BINS, TILE, IS_MASS=True,
+        )  # fmt: skip
     kept = mass + _mass_above(key - 1, top, count, is_listed, listed, logits, temperature, TILE)
 
     if is_partial:
