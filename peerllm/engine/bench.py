@@ -312,8 +312,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tupl
     """The device, and the paths that run there. Ends with the option's name where it makes no sense, before anything is
     measured."""
     benching.check_context(parser, options.context, least=_ROOM + 1, shapes=(options.shape, options.draft_shape))
-    if options.repeats < 1:
-        parser.error("argument --repeats: a number from 1 up")
+    benching.check_repeats(parser, options.repeats)
     device = benching.use_device(parser, options.device)
     paths = [path for path in PATHS if _works(path, device)]
     if options.paths is not None:

@@ -118,8 +118,7 @@ def _main(arguments: list[str] | None) -> int:
         parser.error(f"argument --rows: a block has 1 to {most} rows")
     if not 2 <= options.vocabulary <= _MOST_TOKENS:
         parser.error(f"argument --vocabulary: a number from 2 to {_MOST_TOKENS}")
-    if options.repeats < 1:
-        parser.error("argument --repeats: a number from 1 up")
+    benching.check_repeats(parser, options.repeats)
     device = benching.use_device(parser, options.device, gpu_for="a choice is timed on a GPU")
     with torch.inference_mode():
         found = figures(device, vocabulary=options.vocabulary, row_counts=options.rows, repeats=options.repeats)

@@ -241,8 +241,7 @@ def _main(arguments: list[str] | None) -> int:
     parser.add_argument("--compiler", type=int, choices=range(_COMPILERS), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     benching.check_context(parser, options.context, least=_ROOM + 1, shapes=(options.shape,))
-    if options.repeats < 1:
-        parser.error("argument --repeats: a number from 1 up")
+    benching.check_repeats(parser, options.repeats)
     device = benching.use_device(parser, options.device, gpu_for="these kernels need a GPU")
     with torch.inference_mode():
         _measure(Bench(device, options.repeats), options)

@@ -92,6 +92,12 @@ def check_context(parser: argparse.ArgumentParser, context: int, *, least: int, 
         parser.error(f"argument --context: {most} positions at most: the shape is made for no more")
 
 
+def check_repeats(parser: argparse.ArgumentParser, repeats: int) -> None:
+    """Ends with a usage error where nothing would be timed."""
+    if repeats < 1:
+        parser.error("argument --repeats: a number from 1 up")
+
+
 def profile(path: Path, device: torch.device, work: Callable[[], Any]) -> list[str]:
     """Writes a trace of `work()` for chrome://tracing and Perfetto; gives lines of the ten largest kernels."""
     from torch.profiler import ProfilerActivity

@@ -8,7 +8,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +88,11 @@ class RoomOfTwo:
     signaling: str
     first: Daemon
     second: Daemon
+
+
+def with_word(word: str, pids: Iterable[int]) -> list[int]:
+    """Those of the processes whose command line has that word."""
+    return [pid for pid in pids if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
 
 
 def wait_until(condition: Any, seconds: float, why: Any = lambda: "") -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from peerllm.engine import planted, planting
 from peerllm.engine.shapes import named_config
+from tests.e2e.rooms import with_word
 
 SHAPE, LENGTH, TOKENS, RTT = "qwen2.5-tiny", 6, 60, 15.0
 RATES = (0.9, 0.6)
@@ -99,7 +100,7 @@ def test_a_daemon_that_is_killed_ends_the_bench_at_once(moment: str) -> None:
 def children_with(word: str, parent: int) -> list[int]:
     """Processes of `parent` with that word in their command line."""
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return [int(each) for each in children if word.encode() in Path(f"/proc/{each}/cmdline").read_bytes().split(b"\0")]
+    return with_word(word, map(int, children))
 
 
 def wait_until(found: Callable[[], int | None], seconds: float = 60.0) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from peerllm.cli.client import Client
-from tests.e2e.rooms import wait_until
+from tests.e2e.rooms import wait_until, with_word
 
 DEMO = [sys.executable, "-m", "peerllm", "demo"]
 
@@ -44,12 +44,6 @@ class Trace:
                     continue
                 if self.mark.encode() in environment and state != "Z":
                     found.add(int(entry.name))
-        return found
-
-    def process_with(self, word: str) -> int:
-        """The one whose command line has that word."""
-        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in self.processes()}
-        (found,) = (pid for pid, command in commands.items() if word.encode() in command)
         return found
 
     def files(self) -> set[str]:
@@ -157,7 +151,8 @@ def test_a_daemon_that_is_killed_ends_the_demo_with_a_word_of_it(
             assert demo.stdout is not None
             while "Asking the first" not in demo.stdout.readline():
                 assert demo.poll() is None
-            os.kill(trace.process_with(word), signal.SIGKILL)
+            (daemon,) = with_word(word, trace.processes())
+            os.kill(daemon, signal.SIGKILL)
             said = demo.communicate(timeout=20)[1]
             assert demo.returncode == 1
             assert f"peerllm: the {name} process ended early (killed by signal 9)\n" in said

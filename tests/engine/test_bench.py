@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from peerllm.engine import bench, bench_limits, bench_report
+from tests.engine.usage import usage_error
 
 SMALL = ["--device", "cpu", "--context", "80", "--repeats", "1", "--dtype", "float32",
          "--shape", "qwen2.5-tiny", "--draft-shape", "qwen2.5-tiny"]  # fmt: skip
@@ -47,10 +48,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_made(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "Bench", None)
-    with pytest.raises(SystemExit) as ended:
-        bench.main(arguments)
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert said in usage_error(bench.main, arguments, capsys)
 
 
 def test_paths_that_do_not_run_on_the_device_are_named(capsys: pytest.CaptureFixture[str]) -> None:

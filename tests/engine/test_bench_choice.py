@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from peerllm.engine import bench_choice
+from tests.engine.usage import usage_error
 
 
 @pytest.mark.parametrize(
@@ -24,10 +25,7 @@ def test_what_cannot_be_timed_is_refused_before_anything_is_made(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_choice, "figures", None)
-    with pytest.raises(SystemExit) as ended:
-        bench_choice.main(arguments)
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert said in usage_error(bench_choice.main, arguments, capsys)
 
 
 def test_every_sampling_is_timed_on_both_kinds_of_logits_and_for_every_count_of_rows() -> None:

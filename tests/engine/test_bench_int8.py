@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peerllm.engine import bench_int8
+from tests.engine.usage import usage_error
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,4 @@ def test_what_cannot_be_timed_is_refused_before_anything_is_compiled(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_int8, "_compile_all", None)
-    with pytest.raises(SystemExit) as ended:
-        bench_int8.main(arguments)
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert said in usage_error(bench_int8.main, arguments, capsys)

@@ -10,6 +10,7 @@ import pytest
 
 from peerllm.engine import bench_memory
 from peerllm.engine.planting import write_pair
+from tests.engine.usage import usage_error
 
 
 @pytest.mark.parametrize(
@@ -29,10 +30,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_written(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_memory, "write_pair", None)
-    with pytest.raises(SystemExit) as ended:
-        bench_memory.main(arguments)
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert said in usage_error(bench_memory.main, arguments, capsys)
 
 
 def test_each_case_loads_what_it_planned_and_runs_to_the_contexts_end(tmp_path: Path) -> None:

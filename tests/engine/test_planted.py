@@ -8,6 +8,7 @@ from peerllm.engine import planted
 from peerllm.engine.shapes import named_config
 from peerllm.protocol.requests import Sampling
 from tests.engine.pairs import Pair
+from tests.engine.usage import usage_error
 
 VOCABULARY = 2048
 TRACE = [True, True, False, True, False, False, True, True, True, True, False, True, True, True, True, True]
@@ -65,10 +66,8 @@ def test_the_tokens_are_words_that_come_back(target):
 
 @pytest.mark.parametrize("share", ["1.5", "-1", "nan", "most"])
 def test_a_share_is_from_0_to_1(share: str, tmp_path, capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
-        planted.main([str(tmp_path / "model"), "--shape", "qwen2.5-tiny", f"--agree={share}"])
-    assert ended.value.code == 2
-    assert "argument --agree: " in capsys.readouterr().err.splitlines()[-1]
+    words = [str(tmp_path / "model"), "--shape", "qwen2.5-tiny", f"--agree={share}"]
+    assert "argument --agree: " in usage_error(planted.main, words, capsys)
     assert not (tmp_path / "model").exists()
 
 
