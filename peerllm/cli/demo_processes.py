@@ -95,7 +95,10 @@ class Child:
                     continue
                 data = os.read(self._process.stdout.fileno(), 65536)
                 if not data:
-                    raise DemoFailed(f"the {self.name} process ended early:\n{self.log_tail()}")
+                    with contextlib.suppress(subprocess.TimeoutExpired):  # its output ends a moment before it does
+                        self._process.wait(_LOOK_SECONDS)
+                    how = self.ended_early() or "no more output"
+                    raise DemoFailed(f"the {self.name} process ended early ({how})\n{self.log_tail()}")
                 self._buffer += data
 
     def ended_early(self) -> str | None:

@@ -56,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and gives the exit status: 0, 1 for a failure, 2 for wrong usage (argparse exits), 130
     after Ctrl-C, 141 when the reader of the output went away."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if sys.stdout is None:
+        # Closed by whoever started this. Its number must be taken, else the next file or socket is written to.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open as long as the process lives
     try:
         return _run(words)
     except PeerllmError as error:

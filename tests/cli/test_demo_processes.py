@@ -122,6 +122,13 @@ def test_waiting_for_one_process_ends_as_soon_as_another_is_dead(here: Stage) ->
     assert time.monotonic() - began < 2
 
 
+def test_a_process_that_is_killed_while_it_is_waited_for_is_told_so(here: Stage) -> None:
+    child = here.start("first", *SLEEPING)
+    threading.Timer(0.3, os.kill, (child.pid, signal.SIGKILL)).start()
+    with pytest.raises(DemoFailed, match=r"the first process ended early \(killed by signal 9\)"):
+        child.wait_for("never", 20)
+
+
 def test_asking_ends_as_soon_as_a_process_is_dead(here: Stage) -> None:
     asked = threading.Event()
     child = here.start("second", *SLEEPING)

@@ -108,3 +108,10 @@ def test_a_full_disk_is_one_line() -> None:
         )
     assert (result.returncode, result.stderr) == (1, "peerllm: cannot write: No space left on device\n")
     assert time.monotonic() - begun < 20
+
+
+def test_a_command_whose_output_is_closed_runs_all_the_same(tmp_path: Path) -> None:
+    """`peerllm rooms >&-`"""
+    command = f"exec {sys.executable} -m peerllm rooms --state-dir {tmp_path} >&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
